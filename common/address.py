@@ -117,7 +117,7 @@ def _towards(host: str | None) -> str | None:
 
 
 def _addresses_of(interface: str) -> set[str]:
-    """Its first IPv4 address, and all of IPv6."""
+    """Return the first IPv4 address of an interface, and all of its IPv6 addresses."""
     found = set()
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         siocgifaddr, request = 0x8915, struct.pack("256s", interface.encode()[:15])

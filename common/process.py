@@ -55,7 +55,8 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """For the imports of a process: no garbage is collected meanwhile, and no later collection looks at what was made.
+    """Switch garbage collection off during the imports of a process: none is collected meanwhile, and no later
+    collection looks at what was made.
 
     Modules live as long as the process. torch and transformers make half a million objects; with Python's defaults a
     tenth of their import goes into collections that free next to nothing, and each full one later looks at them again.

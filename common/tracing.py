@@ -60,7 +60,7 @@ _CURRENT: ContextVar[Context | None] = ContextVar("span around the running code"
 
 
 def install_tracer(tracer: Tracer | None, common: Mapping[str, str] | None = None, *, with_text: bool = False) -> None:
-    """From now on spans are made by `tracer`; None: no more. `common` are attributes of every span."""
+    """Make spans with `tracer` from now on; None makes no more. `common` are attributes of every span."""
     _TRACING.tracer, _TRACING.common, _TRACING.with_text = tracer, dict(common or {}), with_text
 
 
@@ -248,7 +248,7 @@ def _otlp(environment: Mapping[str, str]) -> SpanExporter:
 
 
 async def _shut_down(shutdown: Callable[[], None]) -> None:
-    """In a daemon thread: an unreachable collector must not delay the end of a process."""
+    """Shut down in a daemon thread: an unreachable collector must not delay the end of a process."""
     thread = threading.Thread(target=shutdown, name="last spans", daemon=True)
     thread.start()
     loop = asyncio.get_running_loop()

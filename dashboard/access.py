@@ -1,4 +1,4 @@
-"""Who may read and who may change: the tokens of the page and the headers of its responses.
+"""Access to the page: its tokens, which allow reading or changing, and the headers of its responses.
 
 The page's own files hold no data and need no token. Everything under `DATA` does, in a header: a token in an address
 would stay in the browser's history, and one in a cookie would go to every other port of the host.
@@ -55,7 +55,7 @@ class Tokens:
         return WRITE if writes else READ if reads else None
 
     def authorize(self, scope: Scope, token: str) -> dict[str, str] | None:
-        """What `RequireToken` asks. Raises `HttpError` 403 for a change without the right to write."""
+        """Answer a question of `RequireToken`. Raises `HttpError` 403 for a change without the right to write."""
         allowed = self.scope_of(token)
         if allowed is None:
             return None

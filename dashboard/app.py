@@ -42,7 +42,7 @@ def make_app(runs_dir: Path, queues: LiveQueues, tokens: Tokens) -> ASGIApp:
 
     @app.get(f"{DATA}session")
     async def session(request: Request) -> dict[str, str]:
-        """What the caller's token may do."""
+        """Return the scope of the caller's token."""
         return {"scope": getattr(request.state, "scope", READ), "runs_dir": str(runs_dir)}
 
     @app.get("/", response_class=FileResponse)

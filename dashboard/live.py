@@ -21,7 +21,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @lru_cache(maxsize=8)
 def decoder_of(model: str) -> Decode | None:
-    """From the tokenizer in a model's folder; None where it is not on this machine."""
+    """Return a decoder from the tokenizer in a model's folder; None if it is not on this machine."""
     from tokenizers import Tokenizer
 
     file = Path(model) / "tokenizer.json"
@@ -86,7 +86,7 @@ DEADLINE_S = 5.0
 
 
 class LiveQueues(Protocol):
-    """Where the queues of living runs are found; owns the connections."""
+    """A source of the queues of running runs; owns the connections."""
 
     def names(self) -> Sequence[str]:
         """Runs that may be alive."""

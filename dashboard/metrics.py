@@ -113,7 +113,7 @@ NOTABLE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """How a run is split: engines' and trainer's devices."""
+    """The split of a run: engines' and trainer's devices."""
 
     rollout: int
     trainer: int
@@ -121,7 +121,7 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What the newest steps say."""
+    """Advice on the split of devices, from the newest steps."""
 
     steps: int
     bubble: float | None
@@ -129,14 +129,16 @@ class Split:
     rollout_idle: float | None
     """Share of the rollout slots' time that admission held back; None where the queue is not there to say."""
     rollout_share: float | None
-    """Of all devices, to be given to rollouts."""
+    """Share of all devices that rollouts should get."""
     advice: str
     warning: str = ""
     """See `reward_warning`."""
 
 
 def advise(rows: Sequence[Mapping[str, Any]], rollout_idle: float | None, devices: Devices) -> Split:
-    """From rows of ``metrics.jsonl``, oldest first, without the first step, which waits for everything to start."""
+    """Return advice from rows of ``metrics.jsonl``, oldest first. The first step, which waits for the start, does not
+    count.
+    """
     recent = [row for row in rows[1:] if row.get("wall_s")][-RECENT_STEPS:]
     wall_s, wait_s = sum(row["wall_s"] for row in recent), sum(row.get("wait_s", 0.0) for row in recent)
     warning = reward_warning(rows)

@@ -45,7 +45,7 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
     async def letters(
         run: str, start: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=500)] = 100
     ) -> dict[str, Any]:
-        """From the `start`-th oldest on; 409 where the run does not live."""
+        """Dead letters from the `start`-th oldest on; 409 if the run is not running."""
         folders.run(run)
         async with asyncio.timeout(DEADLINE_S):
             found = await (await pulse.queue(run)).dead_letters(limit, start)
@@ -64,7 +64,7 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
 
     @router.post("/dead-letters/requeue")
     async def requeue(run: str, asked: Requeue) -> dict[str, str]:
-        """Its whole group is queued again as it was submitted. Needs the token that may write."""
+        """Queue the whole group of an episode again, as it was submitted. Needs the token that may write."""
         folders.run(run)
         async with asyncio.timeout(DEADLINE_S):
             await (await pulse.queue(run)).requeue(asked.episode)
@@ -74,7 +74,7 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
 
 
 REFRESH_S = 0.4
-"""Of each answer, for reading step files that are new; the page asks again while some are left."""
+"""Time per answer for reading new step files; the page asks again while some are left."""
 Points = Annotated[int, Query(ge=10, le=2000)]
 IMAGE_KINDS = {
     "image/png": b"\x89PNG",
@@ -83,7 +83,7 @@ IMAGE_KINDS = {
     "image/webp": b"RIFF",
     "image/bmp": b"BM",
 }
-"""What a browser draws, by its first bytes. Nothing else is sent: an episode may have brought anything."""
+"""Image formats that a browser draws, by their first bytes. Nothing else is sent: an episode may bring anything."""
 
 
 class Page(Wanted):
@@ -130,7 +130,7 @@ def _add_numbers(router: APIRouter, folders: RunFolders, pulse: Pulse) -> None:
 
     @router.get("/{run}/split")
     async def split(run: str) -> dict[str, Any]:
-        """Who waits, and how to split the devices."""
+        """Shares of waiting, and advice on the split of the devices."""
         files = folders.run(run)
         rows = files.metrics.rows()
         idle = rollout_idle(files, rows, (await pulse.of(run)).get("status"))

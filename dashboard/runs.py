@@ -18,7 +18,7 @@ from penstock.dashboard.trajectories import TrajectoryIndex
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 IMAGE = re.compile(r"[0-9a-f]{64}")
-"""Of a run, as `name` of its recipe has it; no name leads out of the folder."""
+"""Names of images; no name leads out of the folder."""
 DEFAULT_PARSER = "hermes"
 
 
@@ -43,7 +43,7 @@ class RunFiles:
             return self._index
 
     def image(self, name: str) -> bytes | None:
-        """Of a recorded trajectory, by the sha256 of its bytes; None where there is none of that name."""
+        """Return an image of a recorded trajectory by the sha256 of its bytes; None if there is none of that name."""
         path = self.root / "images" / name
         return path.read_bytes() if IMAGE.fullmatch(name) and path.is_file() else None
 
@@ -71,7 +71,7 @@ class RunFiles:
         return max(0.0, time.time() - file.stat().st_mtime) if file.exists() else 0.0
 
     def end(self) -> dict[str, Any]:
-        """How the run ended: ``ended`` (why, in words; None where nothing says so) and its ``summary``."""
+        """Return ``ended`` (the reason in words; None if unknown) and the run's ``summary``."""
         return {"ended": self.json_of("ended.json").get("why"), "summary": self.json_of("summary.json")}
 
     def json_of(self, name: str) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class RunFolders:
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
-        """Those that live, then the newest first."""
+        """Return the names of running runs, then of the others, newest first."""
         found = {path.parent.name: path.stat().st_mtime for path in self._root.glob("*/config.yaml")}
         living = self._living()
         names = {name for name in {*found, *living} if NAME.fullmatch(name)}

@@ -127,7 +127,7 @@ ABSENT: Mapping[str, Any] = {
     "metrics": {},
     "num_turns": 0,
 }
-"""For files of an older recorder."""
+"""Defaults for files of an older recorder."""
 
 
 def page_record(record: Mapping[str, Any], parser_name: str) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _parser(name: str) -> ToolCallParser | None:
 
 logger = logging.getLogger(__name__)
 SHAPE = 1
-"""Of the tables; another number makes the index anew."""
+"""Version of the tables; another number makes the index anew."""
 STEP_FILE = re.compile(r"step_\d+\.jsonl")
 NAMES = ", ".join(COLUMNS)
 TABLES = f"""
@@ -183,7 +183,7 @@ PRAGMA user_version = {SHAPE};
 
 
 class TrajectoryIndex:
-    """Of one run's folder of trajectories. Safe to ask from several threads; `close` it."""
+    """Index of one run's folder of trajectories. Safe to ask from several threads; `close` it."""
 
     def __init__(self, folder: Path, file: Path) -> None:
         self._folder = folder
@@ -220,7 +220,7 @@ class TrajectoryIndex:
             return len(waiting) - done
 
     def page(self, query: Query, offset: int, limit: int) -> tuple[int, list[dict[str, Any]]]:
-        """How many match, and the rows of one page."""
+        """Return the number of matches, and the rows of one page."""
         with self._lock:
             # Another page may write the same index: its rows have other numbers then.
             version = self._database.execute("PRAGMA data_version").fetchone()[0]

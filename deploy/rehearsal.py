@@ -27,7 +27,7 @@ def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[DatasetRow]:
 
 
 def full_reward(row: DatasetRow) -> float:
-    """What an answer that is right in every way earns: `extra_info.full_reward` of the row, else 1.
+    """Return the reward of a fully correct answer: `extra_info.full_reward` of the row, else 1.
 
     Raises `DataError` where that is no number.
     """

@@ -16,7 +16,7 @@ from penstock.common import FileLock, process_has_ended, write_atomically
 from penstock.deploy.config import ConfigError, RunConfig
 
 HEAD_LINE = "# head: "
-"""In connect.env, before the `process_identity` of the `penstock run` that wrote it."""
+"""Prefix in connect.env of the `process_identity` of the `penstock run` that wrote it."""
 
 
 class RunDir:
@@ -51,7 +51,7 @@ class RunDir:
         self.metrics_token = root / "metrics.token"
         """Opens the roles' metrics and nothing else; readable by its owner alone, gone when the run ends."""
         self.prometheus_targets = root / "prometheus-targets.json"
-        """For Prometheus' file-based discovery; gone when the run ends."""
+        """Targets for Prometheus' file-based discovery; gone when the run ends."""
         self.roles = root / "roles.json"
         """Processes of the living run on its machine, with their restarts; gone when the run ends."""
         self.lives = root / "lives.json"
@@ -101,7 +101,7 @@ class RunLock:
 
 
 def _is_untrained(root: Path) -> bool:
-    """Whether a run ended here, or was killed, and trained no step.
+    """Return True if a run ended here, or was killed, and trained no step.
 
     A living run has a connect.env, which names its head: the lock may say nothing of one on another machine.
     """

@@ -1,4 +1,5 @@
-"""What ships with Penstock, in a checkout and in the wheel alike: `recipes/`, and what `recipes/index.toml` says of it.
+"""Recipes and models that ship with Penstock, in a checkout and in the wheel alike: `recipes/`, and what
+`recipes/index.toml` says of it.
 
 shipped_recipes()                           one line each, for `penstock recipes`
 shipped_sizes("Qwen/Qwen3-30B-A3B")         sizes of the hub's models that the recipes name, for `penstock doctor`
@@ -25,14 +26,14 @@ class ShippedRecipe:
     file: str
     """Relative to `recipes/`."""
     about: str
-    """What is learned, in one line."""
+    """The skill that is learned, in one line."""
     needs: str
     """Hardware: ``CPU``, or how many GPUs."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """What `penstock init` makes a project of."""
+    """A template of `penstock init`."""
 
     name: str
     about: str
@@ -47,7 +48,7 @@ def shipped_recipes() -> list[ShippedRecipe]:
 
 
 def shipped_sizes(model: str) -> Mapping[str, Any] | None:
-    """What config.json of a model that the shipped recipes name says of its sizes; None for any other model."""
+    """Return the sizes in config.json of a model that the shipped recipes name; None for any other model."""
     return next((entry["config"] for entry in _index()["model"] if model in entry["names"]), None)
 
 

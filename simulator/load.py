@@ -1,4 +1,4 @@
-"""From a YAML file, a case's name and ``a.b=value`` overrides to a checked `Simulation`."""
+"""Loads a checked `Simulation` from a YAML file, a case's name and ``a.b=value`` overrides."""
 
 from __future__ import annotations
 

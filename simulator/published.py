@@ -67,7 +67,7 @@ def predict(case: Case) -> Prediction:
 
 
 class Calibration:
-    """From a synchronous row to both simulations."""
+    """Calibration of both simulations from a synchronous row."""
 
     def __init__(self, case: Case) -> None:
         self.stated = case.stated
@@ -82,7 +82,7 @@ class Calibration:
 
     @cached_property
     def synchronous(self) -> Simulation:
-        """Its step is the stated one by construction: both rates are solved for."""
+        """Return the synchronous simulation. Its step is the stated one by construction: both rates are solved for."""
         sampled = simulate(self._simulation(self._synchronous_parts(1.0, self.tokens_per_s)))
         generation_s = sampled.step_s - sampled.train_s
         factor = self.scale * self.phases.generation_s / generation_s

@@ -182,7 +182,7 @@ def step_table() -> Iterator[str]:
 
 
 def weight_table() -> Iterator[str]:
-    """From measured rates alone."""
+    """Yield the rows of the table of weights, from measured rates alone."""
     yield from head(
         "model",
         "full version",

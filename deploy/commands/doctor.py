@@ -82,7 +82,7 @@ def _running(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
 
 
 def _joining(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
-    """Of the run in the environment, else of the recipe's living run in its folder. Raises `ConfigError`."""
+    """Yield checks of the run in the environment, else of the recipe's run in its folder. Raises `ConfigError`."""
     from penstock.deploy.preflight.running_run import check_run, config_of, why_not
     from penstock.deploy.preflight.suite import joining_checks
     from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, connection_of_run
@@ -128,7 +128,7 @@ def _as_lines(checks: Iterable[Check]) -> bool:
 
 # memory of recipes --------------------------------------------------------------------------------------------------
 def _of_folder(folder: Path | None, described: Path | None, as_json: bool, *, alone: bool) -> bool:
-    """Whether none fails. Raises `ConfigError`."""
+    """Return True if no check fails. Raises `ConfigError`."""
     from penstock.deploy.preflight.memory_checks import check_recipes
 
     if folder is None:

@@ -142,7 +142,7 @@ def _ask(run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]]
 
 
 def _connection(run: str | None) -> RunConnection:
-    """As the environment says, else as the run's folder does. Raises `ConfigError`."""
+    """Return the connection that the environment names, else that of the run's folder. Raises `ConfigError`."""
     if run is None or (os.environ.get(URL_VARIABLE) and Path(run).name == run):
         return RunConnection.from_environment(run=run)
     folder = _folder(run)

@@ -168,7 +168,7 @@ def teacher_server(  # noqa: PLR0917 - typer reads the options off the parameter
 
 
 def _secret(variable: str) -> str:
-    """Of the environment. Raises `ConfigError`: others reach the server, and must present it."""
+    """Return a secret from the environment. Raises `ConfigError`: others reach the server, and must present it."""
     value = os.environ.get(variable, "")
     if not value:
         raise ConfigError(f"{variable} is not set: callers of this server must present it")

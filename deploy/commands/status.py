@@ -84,7 +84,7 @@ async def _watch(folder: Path, name: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _looking(folder: Path, name: str) -> AsyncIterator[Callable[[], Awaitable[dict[str, Any]]]]:
-    """What asks for the run's state, as often as it is called; what it holds open is closed."""
+    """Yield a function that returns the run's present state; its connections are closed at the end."""
     from penstock.dashboard import Pulse, RunFiles
     from penstock.deploy.config import ConfigError
     from penstock.deploy.run.connection import FolderQueues, RunConnection

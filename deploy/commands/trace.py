@@ -53,7 +53,7 @@ def steps_of(text: str) -> StepRange:
 
 
 def weight_updates(root: Path) -> list[dict[str, Any]]:
-    """Of a run that lives from its queue, else as the run wrote them when it ended."""
+    """Return weight updates from the queue of a running run, else as the run wrote them when it ended."""
     from penstock.common import read_jsonl
     from penstock.deploy.config import ConfigError
     from penstock.transfer_queue import QueueError

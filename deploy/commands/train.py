@@ -48,7 +48,8 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
 
 
 def _new_folder(weights: Path) -> Path:
-    """For this life's ranks alone: what an earlier one left in its files is not for them. It goes with the weights.
+    """Make a folder for the ranks of this life alone: files that an earlier life left are not for them. It goes with
+    the weights.
 
     Raises `ConfigError` where the weights' folder is not this user's alone.
     """

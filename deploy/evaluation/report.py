@@ -34,7 +34,7 @@ def ks_of(samples: int) -> list[int]:
 
 
 def figures_of(results: Sequence[EpisodeResult], samples: int, asked: Mapping[str, int]) -> dict[str, Figures]:
-    """By data source, and of `ALL` where there are several. `asked`: data source → tasks."""
+    """Return figures by data source, and of `ALL` if there are several. `asked`: data source → tasks."""
     found = {
         source: _figures([r for r in results if r.data_source == source], samples, asked[source]) for source in asked
     }
@@ -94,7 +94,7 @@ def _write(path: Path, value: Figures) -> None:
 
 
 def table_of(report: Figures) -> Table:
-    """For a terminal: a column per data source."""
+    """Return a table for a terminal, with a column per data source."""
     sources: Mapping[str, Figures] = report["sources"]
     names = list(dict.fromkeys(name for one in sources.values() for name in one))
     title = f"{report['name']}: {report['model']}, temperature {report['temperature']:g}"

@@ -47,7 +47,9 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def estimate(values: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0) -> Estimate:
-    """Of one value per task; the same values give the same interval. Raises `ValueError` without values."""
+    """Estimate the mean of one value per task; the same values give the same interval. Raises `ValueError` without
+    values.
+    """
     if not len(values):
         raise ValueError("an estimate needs at least one task")
     tasks = np.asarray(values, dtype=np.float64)
@@ -62,7 +64,7 @@ def estimate(values: Sequence[float], *, confidence: float = CONFIDENCE, seed: i
 
 
 def wilson(share: float, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Of a share of successes among independent trials."""
+    """Return the interval of a share of successes among independent trials."""
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     middle, whole = share + z * z / (2 * trials), 1 + z * z / trials

@@ -1,4 +1,4 @@
-"""What `penstock eval` evaluates: a recipe's model, a checkpoint of a run, a model folder, or a served model.
+"""The target of `penstock eval`: a recipe's model, a checkpoint of a run, a model folder, or a served model.
 
 RECIPE                     the recipe's model
 RUN                        its final_model, else its newest checkpoint
@@ -57,9 +57,9 @@ class EvalPlan:
     """All that is known before anything starts."""
 
     config: RunConfig
-    """Of the evaluation: its name, its model, no trainer."""
+    """Configuration of the evaluation: its name, its model, no trainer."""
     source: str
-    """What is evaluated, for people."""
+    """Description of the target, for people."""
     export: tuple[Path, int] | None
     """(run, step) of a checkpoint that is to be written to `config.model` first."""
     rows: Sequence[DatasetRow]
@@ -71,7 +71,7 @@ class EvalPlan:
         return RunDir.of(self.config)
 
     def settings(self) -> dict[str, Any]:
-        """What results follow from; two evaluations of equal settings may share a folder."""
+        """Settings that determine the results; two evaluations of equal settings may share a folder."""
         config = self.config
         return {
             "model": self.source,
@@ -161,7 +161,7 @@ def _step(run: RunDir, asked: str | None) -> int:
 
 
 def _rows(request: EvalRequest, config: RunConfig) -> list[DatasetRow]:
-    """In order. Raises `ConfigError` where there are none."""
+    """Return the rows in order. Raises `ConfigError` if there are none."""
     limit = request.rows or (config.data.eval_limit if request.split == "eval" and not request.data else 0)
     if not request.data:
         return rows_of(config, request.split, limit)

@@ -1,1 +1,1 @@
-"""From other frameworks' settings to a recipe: names as data (`names/`), what must be computed as rules."""
+"""Conversion of other frameworks' settings to a recipe: names as data (`names/`), computed values as rules."""

@@ -1,4 +1,4 @@
-"""From another framework's settings to a recipe, with an account of every key that was given."""
+"""Conversion of another framework's settings to a recipe, with an account of every key."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Migrated:
     recipe: Mapping[str, Any]
     account: KeyAccount
     notes: Sequence[str]
-    """What a person must know about what was taken over."""
+    """Remarks for a person about the converted settings."""
 
     def yaml(self) -> str:
         """The recipe, with what a person must look at as comments in front."""
@@ -108,14 +108,14 @@ def _copy(name: Name, key: str, value: Any, account: KeyAccount, settings: dict[
 
 
 def _defaults(flat: Mapping[str, Any], table: Table) -> dict[str, Any]:
-    """Of settings that are merely copied and not given: ours may be another."""
+    """Return the other framework's defaults of settings that are copied and not set: ours may differ."""
     rows = [name for name in table.names if name.kind == "copy" and "*" not in name.theirs and name.theirs not in flat]
     defaults = {name.ours: table.default(name.theirs) for name in rows}
     return {key: value for key, value in defaults.items() if value is not None}
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """In the order of a recipe's sections."""
+    """Return the settings as a tree, in the order of a recipe's sections."""
     tree: dict[str, Any] = {}
     order = list(RunConfig.model_fields)
     for dotted in sorted(settings, key=lambda key: order.index(key.partition(".")[0])):

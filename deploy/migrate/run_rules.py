@@ -13,9 +13,9 @@ from penstock.deploy.migrate.settings import ACTOR, MODEL, ROLLOUT, Setting, Ver
 
 PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "llama3_json", "gpt-oss": "harmony"}
 MAX_TURNS = 8
-"""Where verl sets no bound; here an episode always has one."""
+"""Bound if verl sets none; here an episode always has one."""
 CHECKPOINT_EVERY = 10
-"""Where verl saves none: a run could not continue after a crash."""
+"""Interval if verl saves no checkpoints: a run could not continue after a crash."""
 NAME_CHARS = 64
 
 
@@ -169,7 +169,7 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
 
 
 def _own_rollout_gpus(verl: VerlSettings) -> int | None:
-    """Of fully_async_policy, or of rollout.nnodes in a separated run; None where rollouts share the trainer's GPUs."""
+    """Return the GPUs of rollouts alone; None if rollouts share the trainer's GPUs."""
     for section in ("rollout", ROLLOUT):
         nodes, gpus = verl[f"{section}.nnodes"], verl[f"{section}.n_gpus_per_node"]
         if nodes:

@@ -30,12 +30,12 @@ class VerlSettings:
         return key in self._flat
 
     def first(self, *keys: str) -> Any:
-        """Of the first key that is given and not null; else the first default that is not."""
+        """Return the value of the first key that is set and not null; else the first such default."""
         values = [*(self._flat.get(key) for key in keys), *(self._table.default(key) for key in keys)]
         return next((value for value in values if value is not None), None)
 
     def matching(self, ending: str) -> Any:
-        """Of a key with this end, wherever it is; None where there is none."""
+        """Return the value of a key that ends so, in any section; None if there is none."""
         return next((value for key, value in self._flat.items() if key.endswith(ending)), None)
 
     def note(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What somebody gives another framework: a YAML file or a shell script, and overrides, as dotted keys.
+"""Reads the settings of another framework as dotted keys: a YAML file or a shell script, and overrides.
 
 In a YAML file OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}`` are followed. A script is read, never run: its
 words of the form ``a.b=value`` count, with variables and sums (``$((a * 2))``) of its own put in.
@@ -116,7 +116,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    """As hydra reads it: YAML, and ``1e-6`` is a number."""
+    """Return the value as hydra reads it: YAML, and ``1e-6`` is a number."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""How a role connects to its run: the queue's URL and the run's name as options, secrets in the environment.
+"""The connection of a role to its run: the queue's URL and the run's name as options, secrets in the environment.
 
 `own_redis` is the redis-server of a run whose recipe names none: it starts and ends with the run. `serve_redis` is one
 for roles on other machines, which stops last:
@@ -83,7 +83,9 @@ class RunConnection:
 
     @classmethod
     def from_lines(cls, text: str) -> RunConnection:
-        """What `shell_lines` wrote, without the logins of single roles. Raises `ConfigError` naming what is missing."""
+        """Read the lines that `shell_lines` wrote, without the logins of single roles. Raises `ConfigError` naming what
+        is missing.
+        """
         words = [word for line in text.splitlines() if line.startswith("export ") for word in shlex.split(line[7:])]
         found = dict(word.split("=", 1) for word in words if "=" in word)
         for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE):
@@ -103,7 +105,9 @@ class RunConnection:
         return {URL_VARIABLE: self.url, RUN_VARIABLE: self.run, **login, TOKEN_VARIABLE: self.token}
 
     def shell_lines(self) -> str:
-        """For a person's shell: the environment as it is here, and as comments the logins of single roles."""
+        """Return lines for a person's shell: the environment of this process, and as comments the logins of single
+        roles.
+        """
         lines = [f"export {name}={shlex.quote(value)}" for name, value in self.environment().items()]
         for role, password in self.role_passwords.items():
             lines.append(f"# {role} alone: export {USER_VARIABLE}={role} {PASSWORD_VARIABLE}={shlex.quote(password)}")
@@ -182,7 +186,7 @@ def redis_login() -> tuple[str | None, str | None]:
 
 
 def limits_of(config: RunConfig) -> Limits:
-    """What the queue enforces, from the run's configuration."""
+    """Return the limits that the queue enforces, from the run's configuration."""
     knobs = config.transfer_queue
     return Limits(
         group_size=config.group_size,
@@ -239,12 +243,12 @@ class RedisLost(QueueError):
 
     @property
     def why(self) -> str:
-        """For the run's summary."""
+        """The reason for the run's summary."""
         return str(self)
 
 
 FAILED_STARTS = 5
-"""In a row; then redis-server is given up."""
+"""Failed starts in a row after which redis-server is given up."""
 RESTARTS, RESTARTS_WITHIN_S = 60, 600.0
 """Deaths that are outlived: more in that time, and what kills it does so whenever it has started."""
 

@@ -22,14 +22,14 @@ from penstock.common import Backoff, kill_group
 RESTART_WINDOW_S = 3600.0
 """Earlier restarts of a role are forgotten."""
 RESTARTS_VARIABLE = "PENSTOCK_RESTARTS"
-"""How often the role was started again; an agent worker then begins with fewer episodes."""
+"""Variable with the number of restarts of the role; an agent worker then begins with fewer episodes."""
 STOP_FILE_VARIABLE = "PENSTOCK_STOP_FILE"
 """File in which a role writes why it must not be restarted, before it exits."""
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """How to start one role."""
+    """The command, environment and log of one role."""
 
     name: str
     argv: Sequence[str]
@@ -50,7 +50,7 @@ class RoleFailed(Exception):
 
     @property
     def why(self) -> str:
-        """Its first line."""
+        """The first line of the message."""
         return str(self).partition("\n")[0]
 
 
@@ -71,7 +71,7 @@ class RestartBudget:
         return len(self._spent) <= self.limit
 
     def forgive(self) -> None:
-        """What was spent does not count any more: its cause is gone."""
+        """Forget the restarts so far: their cause is gone."""
         self._spent.clear()
 
     @property

@@ -56,7 +56,7 @@ class Reporter:
         self._watchdog = Watchdog(config, members, self._say, forgive_workers)
         self._metrics = JsonlTail(run.metrics)
         self._rows: list[dict[str, Any]] = []
-        """What `reward_warning` reads of each step."""
+        """The metrics of each step that `reward_warning` reads."""
         self._warned = False
         self._unrecorded = ""
         self.steps_done = 0
@@ -308,7 +308,7 @@ def _updates(updates: Sequence[WeightUpdate]) -> dict[str, Any]:
 
 
 def _turns(reports: Sequence[TurnReport]) -> dict[str, Any]:
-    """Of the newest `KEPT_TURN_REPORTS`."""
+    """Return figures of the newest `KEPT_TURN_REPORTS` turns."""
     begun, holding = Counter[str](), set[str]()
     for report in reports:
         begun[report.side] += report.holds and report.holder not in holding

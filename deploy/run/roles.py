@@ -110,7 +110,7 @@ async def _until_stopped(main: Coroutine[Any, Any, None]) -> None:
 
 
 def context_of(link: RunConnection, queue: TransferQueue, config: RunConfig) -> RunContext:
-    """What a role of the run gets. Files named in the recipe are searched in the working directory."""
+    """Return the context of a role of the run. Files named in the recipe are searched in the working directory."""
     return RunContext(
         queue=queue,
         model=config.model,
@@ -126,7 +126,7 @@ def context_of(link: RunConnection, queue: TransferQueue, config: RunConfig) -> 
 
 
 def turn_of(config: RunConfig) -> TurnSettings | None:
-    """Of devices that the trainer shares with engines; None: it has its own."""
+    """Return the settings of devices that the trainer shares with engines; None: it has its own."""
     placement = config.placement
     if not placement.in_turns:
         return None
@@ -139,14 +139,18 @@ def turn_of(config: RunConfig) -> TurnSettings | None:
 
 
 def turn_of_server(config: RunConfig, *, lent: bool) -> TurnSettings | None:
-    """Of devices that a rollout server shares with the trainer; None: it has its own. Raises `FatalError`."""
+    """Return the settings of devices that a rollout server shares with the trainer; None: it has its own. Raises
+    `FatalError`.
+    """
     if lent and not config.placement.lend:
         raise FatalError("--lent: this run's trainer keeps its devices; set placement.lend=true in its recipe")
     return turn_of(config) if lent or config.placement.colocated else None
 
 
 def seed_of_server(seed: int, name: str) -> int:
-    """Of its engine's sampling: servers with one seed would answer one prompt alike. The same after a restart."""
+    """Return the seed of a server's sampling: servers with one seed would answer one prompt alike. The same after a
+    restart.
+    """
     return xxhash.xxh32_intdigest(f"{seed}/{name}".encode()) >> 1  # 31 bits: engines take a signed number
 
 

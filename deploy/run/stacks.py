@@ -29,7 +29,7 @@ _AWAITED = ("cr_await", "gi_yieldfrom", "ag_await")
 
 
 def answer_with_stacks(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on SIGUSR1 writes stacks to stderr. In the main thread, once per process."""
+    """Write stacks to stderr at SIGUSR1. Called in the main thread, once per process."""
     loop.add_signal_handler(signal.SIGUSR1, _write_tasks, loop)
     # Registered last: faulthandler calls the handler that was there before, which wakes the loop.
     faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True, chain=True)
@@ -54,7 +54,7 @@ def task_lines(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
 
 
 def _frames(awaited: Any) -> Iterator[FrameType]:
-    """Of a suspended coroutine and what it awaits; ends at what has no Python frame (a future, a socket)."""
+    """Yield the frames of a suspended coroutine and of what it awaits, up to a future or socket."""
     while awaited is not None:
         frame = _first_of(awaited, _FRAME)
         if frame is None:
@@ -90,7 +90,7 @@ def ask_for_stacks(roots: Iterable[int]) -> list[int]:
 
 
 def is_held(table: ProcessTable, root: int) -> bool:
-    """Whether SIGSTOP or a debugger holds a role of ours in the tree. Stopped processes of boxes do not count."""
+    """Return True if SIGSTOP or a debugger holds a role of ours in the tree. Processes of boxes do not count."""
     return any(_is_ours(pid) for pid in table.stopped(root))
 
 

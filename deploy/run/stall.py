@@ -23,7 +23,7 @@ class LocalRole:
     name: str
     running: bool
     held: bool = False
-    """By SIGSTOP or a debugger."""
+    """True if SIGSTOP or a debugger holds the process."""
     restarts: int = 0
     cpu_s: float = 0.0
     """CPU time of its process tree since the last progress."""

@@ -48,7 +48,7 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
 
 
 def _learning(rows: Sequence[Row]) -> dict[str, Any]:
-    """Of the newest steps."""
+    """Return rewards, staleness and speed of the newest steps."""
     recent = rows[-RECENT_STEPS:]
     last = recent[-1] if recent else {}
     return {
@@ -101,7 +101,7 @@ def _rolling_out(status: Row, servers: Sequence[Row], config: Row) -> str:
 
 
 def refusals(servers: Sequence[Row]) -> str:
-    """Of servers that could not load the newest version; empty where there are none."""
+    """Return the reasons of servers that could not load the newest version; empty if there are none."""
     return "; ".join(f"{server['server_id']}: {server['refusal']}" for server in servers if server["refusal"])
 
 
@@ -114,7 +114,7 @@ GROUPS = ("queued", "admitted", "ready", "shipped", "trained")
 
 
 def draw_state(state: dict[str, Any]) -> RenderableType:
-    """For `rich` to print."""
+    """Return the state as a table for `rich`."""
     page = Table.grid(padding=(0, 0))
     headline = Text(f"{state['run']}  ", style="bold")
     headline.append("alive" if state["alive"] else "not alive", style="green" if state["alive"] else "yellow")

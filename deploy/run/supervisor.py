@@ -43,7 +43,7 @@ class SupervisedRole(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """On this machine; None while it does not run, and where it runs elsewhere."""
+        """Process id on this machine; None while the role does not run here."""
         ...
 
     @property
@@ -51,7 +51,7 @@ class SupervisedRole(Protocol):
 
     @property
     def state(self) -> str:
-        """For people: running or not, and where."""
+        """State in words: running or not, and where."""
         ...
 
     async def run(self) -> None:
@@ -66,7 +66,7 @@ class SupervisedRole(Protocol):
 
 
 class Placement(Protocol):
-    """Where a run's roles run."""
+    """The machines on which a run's roles run."""
 
     def open(self, config: RunConfig, run: RunDir) -> AbstractAsyncContextManager[None]:
         """Entered before the first `place`, left when every member has been stopped. Raises `ConfigError`."""
@@ -85,7 +85,7 @@ class LocalPlacement:
     def __init__(self) -> None:
         self._own_gpus: Callable[[Role], Sequence[str] | None] = lambda role: None
         self._gpus_of_servers: dict[str, set[str]] = {}
-        """Of rollout servers that take no turns with the trainer."""
+        """GPUs of rollout servers that take no turns with the trainer."""
         self._in_turns = False
 
     @asynccontextmanager
@@ -148,7 +148,9 @@ class Supervisor:
             self._leaving[role.name] = asyncio.create_task(member.stop(), name=f"{role.name} leaves")
 
     def present(self, kind: str) -> list[Role]:
-        """Those of a kind that may be added and removed, without those that leave or failed for good; oldest first."""
+        """Return the roles of a kind that may be added and removed, oldest first, without those that leave or failed
+        for good.
+        """
         gone = self._leaving.keys() | self._failed
         return [r for r in self._roles.values() if r.kind == kind and r.number is not None and r.name not in gone]
 
@@ -217,7 +219,7 @@ class StalledRun(Exception):
     def __init__(self, quiet_s: float, stuck: StallCause, snapshot: str) -> None:
         super().__init__(f"no progress for {quiet_s:.0f} s; stuck is {stuck}\n{snapshot}")
         self.why = f"no progress for {quiet_s:.0f} s; stuck is {stuck}"
-        """In one line."""
+        """The reason in one line."""
 
 
 class VersionRefused(Exception):
@@ -325,7 +327,7 @@ class Watchdog:
         return counts != before
 
     def _pids(self) -> dict[str, int]:
-        """Of the roles that run on this machine."""
+        """Return process ids of the roles that run on this machine."""
         pids = ((process.spec.name, process.pid) for process in self._processes)
         return {name: pid for name, pid in pids if pid is not None}
 

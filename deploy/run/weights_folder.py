@@ -1,4 +1,4 @@
-"""Where a run's published weights lie: a folder in shared memory, held while a role lives, or one on a shared disk.
+"""The folder of a run's published weights: in shared memory, held while a role lives, or on a shared disk.
 
     /dev/shm/penstock-NAME-PLACE-SECRET     PLACE: of the run's folder, SECRET: of its token
         flock, shared: the head and each role that uses it. The kernel releases it, however they end.
@@ -41,7 +41,7 @@ def weights_dir(config: RunConfig, token: str) -> Path:
 
 
 def local_weights_dir(config: RunConfig, token: str) -> Path:
-    """Where servers of this machine keep what they fetched or merged; under a shared disk not that disk.
+    """Return the folder in which servers of this machine keep fetched or merged weights; never on a shared disk.
 
     Only the roles of a run know its token: the name cannot be taken before the run takes it.
     """
@@ -50,7 +50,7 @@ def local_weights_dir(config: RunConfig, token: str) -> Path:
 
 
 def local_weights_prefix(config: RunConfig) -> Path:
-    """What the folders of all lives of this run begin with.
+    """Return the prefix of the folders of all lives of this run.
 
     Runs of one name in two folders have two of them: the first to end would take the other's weights away.
     """
@@ -95,7 +95,7 @@ def hold_folder(folder: Path) -> int:
 
 
 def remove_weights(config: RunConfig) -> None:
-    """Of this machine, the folders of all lives of the run; no role reads them any more."""
+    """Remove the folders of all lives of the run on this machine; no role reads them any more."""
     prefix = local_weights_prefix(config)
     on_disk = [RunDir.of(config).root / "weights"] if config.rollout.weight_transport == "disk" else []
     for directory in (*(folder for folder in _own_folders() if folder.name.startswith(prefix.name)), *on_disk):
@@ -153,7 +153,7 @@ def _own_folders() -> list[Path]:
 
 
 def _is_still(descriptor: int, path: Path) -> bool:
-    """Whether `path` leads to the folder that was opened."""
+    """Return True if `path` leads to the folder that was opened."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""From the sources of a recipe's section `sft` to the files that the ranks read.
+"""Prepares the files that the ranks read from the sources of a recipe's section `sft`.
 
     sft.messages ─┐                                                    ┌─► data/train.safetensors
     sft.runs     ─┼─► segments ─► bad rows, long rows ─► held out? ────┼─► data/validation.safetensors
@@ -50,14 +50,14 @@ class PreparedData:
     tokens_trained: int
     validation: int
     left_out: Mapping[str, int]
-    """By cause."""
+    """Number of rows that were left out, by cause."""
     settings: str
     """Digest of what they follow from."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was left out so far."""
+    """Rows that were left out so far."""
 
     skips: bool
     """sft.bad_rows: skip"""
@@ -151,7 +151,7 @@ def _of_files(
 
 
 async def tools_of(config: RunConfig) -> Tools:
-    """What the recipe's prompts show of its tools; nothing is run."""
+    """Return the tool schemas that the recipe's prompts show; nothing is run."""
     from penstock.deploy.preflight.sandbox import open_sandbox, tools_need_boxes
 
     sandbox = open_sandbox(config) if tools_need_boxes(config) else None
@@ -231,7 +231,7 @@ def _beginning(segments: Sequence[Segment]) -> bytes:
 
 
 def _digest(config: RunConfig) -> str:
-    """Of all that the files and the order of their rows in batches follow from."""
+    """Return a digest of everything that determines the files and the order of their rows in batches."""
     chosen = {
         "sft": config.sft.model_dump(
             mode="json",

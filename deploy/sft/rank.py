@@ -65,6 +65,6 @@ async def sft_rank(folder: Path) -> None:
 
 
 def config_of_run(folder: Path) -> RunConfig:
-    """As `penstock sft` resolved it. Raises `ConfigError`."""
+    """Return the configuration that `penstock sft` resolved. Raises `ConfigError`."""
     file = RunDir(folder).config
     return parse_config(yaml.safe_load(file.read_text(encoding="utf-8")), source=str(file))

@@ -39,7 +39,8 @@ class RecordedEpisode:
 
 
 def choose_recorded(folder: Path, config: SftConfig, dropped: Counter[str]) -> list[RecordedEpisode]:
-    """Those that the settings keep, in the order in which they were recorded; `dropped` counts the others by cause.
+    """Return the episodes that the settings keep, in the order in which they were recorded; `dropped` counts the others
+    by cause.
 
     Raises `ConfigError` where the folder has none at all.
     """

@@ -1,1 +1,1 @@
-"""What a run shows to tools outside it: metrics for Prometheus, spans for OpenTelemetry, traces for Perfetto."""
+"""Interfaces of a run for other tools: metrics for Prometheus, spans for OpenTelemetry, traces for Perfetto."""

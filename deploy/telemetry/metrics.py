@@ -85,7 +85,7 @@ class MetricsTarget:
     run: str
     role: str
     name: str
-    """Of the process: ``agent-0``."""
+    """Name of the process: ``agent-0``."""
 
     def plain(self) -> dict[str, Any]:
         """An entry of Prometheus' file-based discovery."""
@@ -140,7 +140,7 @@ async def metrics_served(
 
 
 def _listen(config: TelemetryConfig) -> socket.socket | None:
-    """On the first free port; None, and a warning, if there is none."""
+    """Listen on the first free port. Returns None, with a warning, if there is none."""
     ports = min(PORTS_TRIED, 65536 - config.port) if config.port else 1
     try:
         return listen(config.host, config.port, ports=ports)

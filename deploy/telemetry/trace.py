@@ -29,7 +29,7 @@ from penstock.trainer import TIMELINE_FILE, Track
 class TraceSlice:
     name: str
     start_s: float
-    """By some clock that all roles share, such as Unix time."""
+    """Start by a clock that all roles share, such as Unix time."""
     end_s: float
     facts: Mapping[str, Any] = field(default_factory=dict)
     children: Sequence[TraceSlice] = ()
@@ -48,7 +48,7 @@ class TraceProcess:
     name: str
     slices: Sequence[TraceSlice]
     lane: str = "lane"
-    """What a lane of it is called."""
+    """Name of a lane."""
     counters: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     """name → (seconds, value)"""
 
@@ -99,7 +99,7 @@ class NothingToDraw(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepRange:
-    """Those to draw: first ≤ step < end."""
+    """Steps to draw: first ≤ step < end."""
 
     first: int = 0
     end: int | None = None
@@ -108,7 +108,7 @@ class StepRange:
         return self.first <= step and (self.end is None or step < self.end)
 
     def version(self, version: int) -> bool:
-        """Whether a step of these made the version, or was trained at it."""
+        """Return True if a step of the range made the version, or was trained at it."""
         return version in self or version - 1 in self
 
 

@@ -111,7 +111,9 @@ def own(path: Path | int, uid: int, gid: int) -> None:
 
 
 def _exports(values: Mapping[str, str]) -> str:
-    """For a shell, and read by `probe` too. What `token_urlsafe` makes and names of runs need no quotes."""
+    """Return export lines for a shell, which `probe` reads too. What `token_urlsafe` makes and names of runs need no
+    quotes.
+    """
     return "".join(f"export {name}={value}\n" for name, value in values.items())
 
 
@@ -119,13 +121,13 @@ FILES = Path(__file__).parent / "files"
 SOURCE = Path(__file__).resolve().parents[3]
 FOLDERS = ("models", "runs", "logs", "redis", "prometheus")
 IMAGE_USER = 10001
-"""Who the images run as; also here where root makes the stack, because no container is to be root."""
+"""User id of the images, also if root makes the stack: no container runs as root."""
 ENGINE_PYTHON = {"vllm": "rollout.vllm_python", "sglang": "rollout.sglang_python"}
 
 
 @dataclass(frozen=True)
 class Stack:
-    """What a person decides."""
+    """The choices of a person: folder, recipe, overrides and GPUs."""
 
     folder: Path
     recipe: Path
@@ -202,7 +204,7 @@ def _quoted(name: str, value: str) -> str:
 
 
 def _check_paths(config: RunConfig, recipe: Path) -> None:
-    """What lies on this machine is seen in the containers where it lies in the recipe's folder."""
+    """Check that the paths of the recipe lie in its folder, which containers see. Raises `ConfigError`."""
     root = recipe.parent.resolve()
     named = [
         ("model", config.model),

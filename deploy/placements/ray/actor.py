@@ -71,13 +71,13 @@ RAYS_OWN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 @dataclass(frozen=True)
 class RoleOrder:
-    """What an actor runs."""
+    """The command, environment and files of a role that an actor runs."""
 
     role: Role
     logs: Path
     cwd: Path
     fs_probe: FsProbe | None
-    """Where it must see the run's folder, the proof that it does."""
+    """Proof that the actor sees the run's folder; None if it need not."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ActorLife:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """Of the role's process, in one life of its actor."""
+    """State of the role's process, in one life of its actor."""
 
     pid: int | None
     restarts: int

@@ -66,7 +66,7 @@ def connect(address: str | None, run: str) -> None:
 
 
 def living_nodes() -> list[dict[str, Any]]:
-    """As Ray describes them."""
+    """Return the living nodes, as Ray describes them."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]

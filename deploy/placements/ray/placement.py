@@ -62,16 +62,16 @@ class RayMember:
         self._process = ProcessState(None, 0, "")
         self._last_id: str | None = None
         self._earlier_restarts = 0
-        """Of the actor, and of processes in its earlier lives."""
+        """Restarts of the actor, and of processes in its earlier lives."""
         self._budget = RestartBudget(spec.max_restarts, RESTART_WINDOW_S)
-        """Of both together; the actor has one of its own for the process."""
+        """Budget of both together; the actor has one of its own for the process."""
         self._stopping = False
         self._group = placement_group([bundle], strategy="STRICT_PACK", name=spec.name)
         self._actor = _make_actor(spec, bundle, self._group)
 
     @property
     def pid(self) -> None:
-        """Its process is another machine's, as a rule: nothing here may send it a signal."""
+        """None: the process usually runs on another machine, and nothing here may send it a signal."""
         return None
 
     @property

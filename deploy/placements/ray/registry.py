@@ -34,7 +34,7 @@ class RunRegistry:
         self._wanted.update(counts)
 
     def take(self, shown: dict[str, Any]) -> dict[str, int]:
-        """What was asked for since the last call; `shown` is what people see from now on."""
+        """Return the requests since the last call; `shown` is displayed from now on."""
         self._shown = shown
         wanted, self._wanted = self._wanted, {}
         return wanted
@@ -86,7 +86,7 @@ def describe(supervisor: Supervisor) -> dict[str, Any]:
 
 
 def find_registry(run: str) -> Any:
-    """From its own driver in the run's namespace. Raises `ConfigError`."""
+    """Return the run's registry, from a driver in the run's namespace. Raises `ConfigError`."""
     import ray
 
     try:

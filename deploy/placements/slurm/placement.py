@@ -55,7 +55,7 @@ def place(
     gpus_per_node: int = 0,
     gpus_per_server: int | None = None,
 ) -> JobLayout:
-    """As many servers and workers as the recipe says, spread evenly. Raises `ConfigError` where they do not fit."""
+    """Spread the recipe's servers and workers evenly. Raises `ConfigError` if they do not fit."""
     found = JobLayout(
         nodes=nodes,
         trainer_nodes=trainer_nodes or (math.ceil(config.trainer.ranks / gpus_per_node) if gpus_per_node else 1),
@@ -84,7 +84,7 @@ def server_gpus(rollout: RolloutConfig) -> int:
 
 
 def _check_machines(config: RunConfig, found: JobLayout) -> None:
-    """What the recipe names is reached by all nodes, and they have what its engines need."""
+    """Check that all nodes reach the recipe's files and have what its engines need."""
     if config.trainer.engine == "megatron" and not found.gpus_per_node:
         raise ConfigError("trainer.engine=megatron computes on NVIDIA GPUs: say how many a node has (--gpus-per-node)")
     if found.nodes == 1:

@@ -30,7 +30,7 @@ class SlurmJob:
     partition: str | None = None
     account: str | None = None
     time: str | None = None
-    """As Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS; None: the partition's own limit."""
+    """Time limit as Slurm writes it: minutes, HH:MM:SS or D-HH:MM:SS; None: the partition's own limit."""
     gpus_per_node: int = 0
     cpus_per_node: int = 0
     """0: all of each node (`--exclusive`)."""
@@ -72,7 +72,7 @@ JOIN_WARNING_S = 30
 
 @dataclass(frozen=True, slots=True)
 class SlurmRecipe:
-    """What is run, as it was given."""
+    """A recipe and its overrides, as on the command line."""
 
     path: Path
     overrides: Sequence[str]

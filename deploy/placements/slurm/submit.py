@@ -50,7 +50,9 @@ def write_secrets(folder: Path, config: RunConfig) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """For its owner alone, from the first byte on; another process sees the old file or the whole new one."""
+    """Write a file that only its owner reads, from the first byte on; other processes see the old file or the whole new
+    one.
+    """
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
