@@ -294,7 +294,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe_found(found: RunRecord | None, status: Status, identity: RunIdentity, changes: Sequence[str] = ()) -> str:
-    """What `--resume` found in the queue, in one line. `changes`: see `changed_settings`."""
+    """Describe the run that `--resume` continues, in one line. `changes`: see `changed_settings`."""
     if found is None:
         return f"run {identity.run_id}: it is new in this queue; it continues from a checkpoint where there is one"
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - found.age_s))

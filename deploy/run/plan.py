@@ -32,9 +32,9 @@ Kind = Literal["rollout", "agent", "trainer", "dashboard"]
 NODES_VARIABLE = "PENSTOCK_TRAIN_NODES"
 """Number of machines of the trainer."""
 TRAINER_STOP_S = 25.0
-"""For the last checkpoint, where `trainer.stop_grace_s` says nothing (`preflight.stop_grace` derives it)."""
+"""Time for the last checkpoint if `trainer.stop_grace_s` is not set (`preflight.stop_grace` derives it)."""
 TORCHRUN_S, SUPERVISOR_S = 5.0, 15.0
-"""How much longer than the trainer's own grace those wait that would kill it."""
+"""Time that torchrun and the supervisor wait beyond the trainer's own grace before they kill it."""
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Seconds between torchrun's SIGTERM to its ranks and SIGKILL."""
 
@@ -46,13 +46,13 @@ class Role:
     name: str
     kind: Kind
     words: tuple[str, ...]
-    """Of the `penstock` command line, secrets never among them."""
+    """Words of the `penstock` command line; never secrets."""
     env: Mapping[str, str] = field(repr=False)
     """Added to the environment of the machine where it runs; this role's secrets are here."""
     max_restarts: int
     stop_grace_s: float = 15.0
     number: int | None = None
-    """Its place among those of its kind that may be added and removed; None: it may not."""
+    """Number among the roles of its kind that may be added and removed; None: it may not."""
     lent: int | None = None
     """A rollout server's place on the trainer's devices, which it has between steps; None: it has its own."""
 
@@ -62,7 +62,7 @@ class Role:
         return self.kind == "rollout" and (self.number is not None or self.lent is not None)
 
     def spec(self, logs: Path, cwd: Path | None = None) -> RoleSpec:
-        """How this machine starts it: this Python, this environment, and what is the role's own."""
+        """Return the command and environment with which this machine starts the role."""
         argv = [sys.executable, "-m", "penstock.deploy.cli", *self.words]
         # Keys of sandbox providers are for those alone that make boxes.
         hidden = frozenset() if self.kind == "agent" else frozenset(name for names in KEYS.values() for name in names)
@@ -92,7 +92,7 @@ def _trainer_role(config: RunConfig, link: RunConnection) -> Role:
 
 
 def trainer_stop_s(trainer: TrainerConfig) -> float:
-    """From SIGTERM, for the last checkpoint."""
+    """Return the seconds from SIGTERM that the trainer has for its last checkpoint."""
     return TRAINER_STOP_S if trainer.stop_grace_s is None else trainer.stop_grace_s
 
 
@@ -156,8 +156,9 @@ SPLIT_OVER = (
     ("data_parallel_size", "dp_size", "dp"),
     ("prefill_context_parallel_size",),
 )
-"""What vLLM and SGLang call each way in which one server takes more GPUs. Experts are shared out among those of tensor
-and data parallelism: expert parallelism takes none of its own."""
+"""Names in vLLM and SGLang of the ways in which one server takes more GPUs. Experts are shared out among those of
+tensor and data parallelism: expert parallelism takes none of its own.
+"""
 
 
 def has_gpu() -> bool:
@@ -188,7 +189,7 @@ def lent_servers(config: RunConfig) -> int:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """As CUDA names them: those that CUDA_VISIBLE_DEVICES leaves us, else all that nvidia-smi lists."""
+    """Return the GPUs of CUDA_VISIBLE_DEVICES, else all that nvidia-smi lists, as CUDA names them."""
     named = os.environ.get(VARIABLE)
     if named is not None:
         words = (word.strip() for word in named.split(","))
@@ -210,7 +211,7 @@ def smallest_gpu_bytes() -> int | None:
 
 
 def _ask_driver(what: str) -> tuple[str, ...]:
-    """Of each GPU. Raises `OSError`, `SubprocessError`."""
+    """Return a property of each GPU. Raises `OSError`, `SubprocessError`."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
     return tuple(done.stdout.split())
@@ -249,7 +250,7 @@ TORCHRUN_TELLS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of one machine, or of several, meet."""
+    """The meeting point of the ranks of one machine, or of several."""
 
     nodes: int = 1
     node_rank: int = 0
@@ -272,7 +273,9 @@ class Rendezvous:
         return cls(nodes, node_rank, endpoint)
 
     def arguments(self, ranks: int, run: str, folder: Path) -> list[str]:
-        """Of torchrun; one machine's ranks meet in `folder`. `ranks`: of all machines, see `check_nodes`."""
+        """Return the arguments of torchrun; the ranks of one machine meet in `folder`. `ranks`: of all machines, see
+        `check_nodes`.
+        """
         logs = ("--log-dir", str(folder / "torchrun"))  # nothing is written there; without it, it leaves one in $TMPDIR
         if self.nodes == 1:
             # Not --standalone: its store listens on every address of the machine.
