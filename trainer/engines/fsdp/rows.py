@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,9 @@ UNPACKABLE = {
     "index_topk": "the keys that its indexer chooses would be those of the pack, not of the row",
 }
 """Settings of a model → why its packed rows differ from rows alone once they are longer than those that are tried."""
+LONGROPE = "its positions are encoded for the longest row of a call: longrope"
+"""Why rows on both sides of `original_max_position_embeddings` differ from rows alone, packed and padded. Those that
+are tried are all on one side."""
 SHORT = (5, 3)
 LONG = (70, 90)
 """Lengths of the rows that are tried; long ones where layers carry a state, whose loops take 64 tokens at a time."""
@@ -213,12 +216,15 @@ def choose_rows(model: PreTrainedModel, vision: Vision | None = None) -> RowPlan
     if not torch.isfinite(reference).all():
         raise BadJob(f"{type(model).__name__} cannot be trained: {_not_finite(model)}")
     config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}  # of the model, or by kind of layer
+    if "longrope" in {one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)}:
+        return _unpacked_plan(model, probe, reference, LONGROPE, (RowLayout.ALONE,))
     because = next((f"{why}: {name}" for name, why in UNPACKABLE.items() if getattr(config, name, None)), "")
     if not because:
         packed, because = _packed_plan(model, probe, reference)
         if packed is not None:
             return packed
-    return _unpacked_plan(model, probe, reference, because)
+    return _unpacked_plan(model, probe, reference, because, (RowLayout.PADDED, RowLayout.ALONE))
 
 
 def _refusal(model: PreTrainedModel) -> str:
@@ -252,9 +258,15 @@ def _packed_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor) ->
     return None, because
 
 
-def _unpacked_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor, because: str) -> RowPlan:
+def _unpacked_plan(
+    model: PreTrainedModel, probe: TrialRows, reference: Tensor, because: str, layouts: Sequence[RowLayout]
+) -> RowPlan:
     """By sdpa where that is exact, since eager keeps all scores of a row."""
-    for layout in (RowLayout.PADDED,) if probe.vision is not None else (RowLayout.PADDED, RowLayout.ALONE):
+    if probe.vision is not None:
+        layouts = [one for one in layouts if one is not RowLayout.ALONE]
+        if not layouts:
+            raise BadJob(f"{_refusal(model)}: {because}, and rows with images are not computed one by one")
+    for layout in layouts:
         for name in ("sdpa", "eager"):
             plan = RowPlan(layout, name, mixers=kinds_of_mixers(model), unpacked_because=because)
             try:

@@ -60,6 +60,35 @@ def test_a_state_that_leaks_is_found_and_its_rows_are_padded(
     assert max(gaps(policy, str(tmp_path))) <= SAME
 
 
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "short_mscale": 1.0,
+        "long_mscale": 1.2,
+    },
+    "original_max_position_embeddings": 16,
+}
+WHOLE_CALL = [
+    (Family("Phi-4-mini", "Phi3", LONGROPE), RowLayout.ALONE),
+    (Family("Phi-3.5-MoE", "Phimoe", {**LONGROPE, "num_local_experts": 4}), RowLayout.ALONE),
+    (Family("Doge", "Doge", {"keep_window_size": 16}), RowLayout.PADDED),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), WHOLE_CALL, ids=[family.kind for family, _ in WHOLE_CALL])
+def test_what_a_model_decides_from_the_whole_call_is_decided_for_each_row(
+    tmp_path: Path, family: Family, layout: RowLayout
+) -> None:
+    """Rows on both sides of the length from which it computes otherwise, longer than those that are tried."""
+    policy = load_policy(family.save(tmp_path), 1.0)
+    assert max(gaps(policy, str(tmp_path))) <= SAME
+    assert policy.rows.layout is layout
+
+
 @pytest.mark.parametrize("kind", ["Qwen3Next", "GptOss"])
 def test_rows_one_by_one_are_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     original = import_module(f"{INSIDE}.rows").TrialRows.by
