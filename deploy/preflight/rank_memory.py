@@ -24,7 +24,7 @@ and the largest moment of a backward, N = (P − O)/L:
                           with activation_offload L is 2, and those of the other layers are in host memory
 
 On one shard all weights are copied in the forward: b·P. Under megatron nothing is gathered, and gradients are added up
-where they are reduced; a checkpoint gathers one state at a time, which is less than a backward needs.
+where they are reduced; between backwards a checkpoint gathers one state of the rank's parameters at a time, in float32.
 
 What a layer saves is that of a pre-norm block with norms of queries and keys, a gated MLP and fused attention (after
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198, section 4,
@@ -121,15 +121,20 @@ def _kept_width(shape: ModelShape, trainer: TrainerConfig) -> int:
 
 def _split(shape: ModelShape, trainer: TrainerConfig) -> dict[str, float]:
     """Of the engine megatron, which keeps a rank's part of the weights whole and spreads the optimizer's states."""
-    width, layout = BYTES[trainer.dtype], trainer.parallel
-    dense_ranks, expert_ranks = layout.tensor * layout.pipeline, layout.expert * layout.pipeline
-    local = (shape.parameters - shape.experts) / dense_ranks + shape.experts / expert_ranks
+    width, local = BYTES[trainer.dtype], _local_parameters(shape, trainer)
     masters = MASTER if width < MASTER else 0
     return {
         "weights": (1 + trainer.kl.needs_reference) * width * local,
         "gradients": MASTER * local,
         "moments": (masters + 2 * MASTER) * shape.parameters / trainer.ranks,
     }
+
+
+def _local_parameters(shape: ModelShape, trainer: TrainerConfig) -> float:
+    """What tensor, pipeline and expert groups of megatron leave a rank."""
+    layout = trainer.parallel
+    dense_ranks, expert_ranks = layout.tensor * layout.pipeline, layout.expert * layout.pipeline
+    return (shape.parameters - shape.experts) / dense_ranks + shape.experts / expert_ranks
 
 
 # moments of a backward -----------------------------------------------------------------------------------------------
@@ -156,6 +161,8 @@ def _moments(shape: ModelShape, trainer: TrainerConfig, tokens: float) -> Iterat
             REDUCED: width * learning.head + (width + MASTER * done) * learning.layer,
             ACTIVATIONS: tokens * (waiting + again + inside),
         }
+    if trainer.engine == "megatron":  # a save
+        yield {GATHERED: MASTER * _local_parameters(shape, trainer), REDUCED: 0, ACTIVATIONS: 0}
     shards = trainer.ranks / trainer.parallel.replicate / tensor
     yield {GATHERED: 0, REDUCED: (MASTER + max(width, MASTER / shards)) * learning.outer, ACTIVATIONS: 0}
 
