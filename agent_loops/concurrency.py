@@ -1,4 +1,4 @@
-"""How many episodes one worker runs: additive increase, multiplicative decrease on the rollout servers' load.
+"""The number of episodes that one worker runs: additive increase, multiplicative decrease on the rollout servers' load.
 
 every ADAPT_S:  a server refused (429), or all of them are over their load ─► limit × DECREASE, at most every HOLD_S
                 else, where the worker is at its limit                     ─► limit + a 32nd of the most

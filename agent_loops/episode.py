@@ -49,7 +49,9 @@ class Episode:
         self._journal = EpisodeJournal(services.queue, lease)
         self._trace = Trace()
         self.is_ending = False
-        """Its result is on its way: the queue may have it, and with it no lease any more, before the answer is here."""
+        """True while the result is being sent: the queue may have it, and no lease any more, before its answer
+        arrives.
+        """
 
     async def run(self) -> Outcome:
         """The outcome reported to the queue. Raises `QueueError` (lease lost, queue gone) and `CancelledError`."""
@@ -156,7 +158,7 @@ class Episode:
         ).trajectory()
 
     async def _is_lost(self) -> bool:
-        """Whether another worker owns the episode, and with it its tools' sessions: this one must not end them."""
+        """Return True if another worker owns the episode and the sessions of its tools: this one must not end them."""
         try:
             return self._lease.episode_id in await self._services.queue.renew([self._lease])
         except QueueError:

@@ -27,7 +27,9 @@ REWARDS = "tool_rewards"
 SCORE = "score"
 """Key in an entry's data: a `KeptScore`."""
 MISMATCHES_ALLOWED = 100
-"""In one append: each is an entry of another process with this lease, or a machine of the queue that died."""
+"""Mismatches in one append. Each is an entry of another process with this lease, or a machine of the queue that
+died.
+"""
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ class EpisodeJournal:
         self._all = list(lease.journal)
         """Entries that the queue should hold, in order."""
         self._durable = len(self._all)
-        """How many of `_all` it has acknowledged."""
+        """Number of entries of `_all` that the queue has acknowledged."""
         self._unsure = False
         """An append got no answer: the queue may hold one entry more."""
         self._appending = asyncio.Lock()

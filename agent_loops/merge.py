@@ -95,7 +95,7 @@ def to_trajectory(
 
 
 def _turn_rewards(outputs: Sequence[AgentLoopOutput]) -> tuple[float, ...]:
-    """By turn; a segment without any has 0 for each of its turns where another has some."""
+    """Return rewards by turn; a segment without rewards has 0 for each of its turns if another has some."""
     if not any(len(output.turn_rewards) for output in outputs):
         return ()
     given = (output.turn_rewards or (0.0,) * output.num_turns for output in outputs)

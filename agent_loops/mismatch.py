@@ -1,4 +1,4 @@
-"""How much of an episode is one token sequence, and why the rest was not merged.
+"""Measures how much of an episode is one token sequence, and why the rest was not merged.
 
 A segment whose prompt begins with the messages of an earlier one was meant to continue it. If it does not hold the
 earlier ids, the history was
@@ -68,7 +68,9 @@ def continuity(outputs: Sequence[AgentLoopOutput], decode: Decode, opening_token
 
 
 def classify(before: Sequence[int], prompt: Sequence[int], decode: Decode) -> Mismatch | None:
-    """How `prompt` differs from the ids `before` it; None: it continues them or is a part of them."""
+    """Return the kind of difference of `prompt` from the ids `before` it; None: it continues them or is a part of
+    them.
+    """
     shared = min(len(before), len(prompt))
     if list(before[:shared]) == list(prompt[:shared]):
         return None

@@ -121,7 +121,7 @@ class EchoForm:
         return {"model": model, "prompt": list(ids), **sampling}
 
     def logprobs(self, answer: Any, ids: Sequence[int]) -> list[float]:
-        """Those of the prompt; behind them is that of the token that was sampled, if one was."""
+        """Return the log-probabilities of the prompt, then of the sampled token if there is one."""
         values = answer["choices"][0]["logprobs"]["token_logprobs"]
         if not len(ids) <= len(values) <= len(ids) + 1:
             raise ValueError(f"{len(values)} echoed logprobs for {len(ids)} ids")
@@ -156,5 +156,5 @@ class GenerateForm:
 
 
 def forms_for(top_k: int) -> Sequence[PromptForm]:
-    """In the order in which they are tried."""
+    """Return the forms in the order in which they are tried."""
     return (KeyedForm(), GenerateForm()) if top_k else (KeyedForm(), EchoForm())

@@ -41,7 +41,7 @@ class AgentLoopOutput(Segment):
     metrics: Mapping[str, float] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     images: Sequence[ImageRef] = ()
-    """In the order of their placeholders among the ids."""
+    """Images in the order of their placeholders among the ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +102,16 @@ class ReplyEnds:
     closers: frozenset[int]
     """Only close, and so stand for each other; a stop that is no closer opens the next turn."""
     leads: tuple[tuple[int, ...], ...]
-    """What a delta begins with, longest first: all that the template writes between a reply and its end, that last."""
+    """Beginnings of a delta, longest first: the template's text between a reply and its end, then the end alone."""
 
     def lead_of(self, delta: Sequence[int]) -> tuple[int, ...]:
         """The one that `delta` begins with; empty where it begins with none."""
         return next((lead for lead in self.leads if tuple(delta[: len(lead)]) == lead), ())
 
     def repeated(self, last: int, delta: Sequence[int]) -> int:
-        """How many of the delta's first ids the model has written already, where it sampled `last` at the end."""
+        """Return how many of the delta's first ids the model has written already, given `last` as its last sampled
+        id.
+        """
         lead = self.lead_of(delta) or tuple(delta[:1])
         if not lead:
             return 0
@@ -144,7 +146,7 @@ class SegmentBuilder:
         self.said_up_to = 0
         """Length of the context that `said` tells."""
         self.images = list(images)
-        """In the order of their places in the context."""
+        """Images in the order of their places in the context."""
         self._placeholders = frozenset(placeholders)
         self._spoiled = False
         self._searched_up_to = 0
@@ -262,7 +264,7 @@ class SegmentBuilder:
 
     # helpers -------------------------------------------------------------------------------------------------------
     def _has_room(self, count: int, before: int) -> bool:
-        """Whether `count` ids behind `before` and an answer fit; otherwise the segment is done.
+        """Return True if `count` ids behind `before` and an answer fit; otherwise the segment is done.
 
         A context that outgrows the window is the policy's doing: refused by the engine, it would be a failure of the
         infrastructure, and the episode a dead letter.

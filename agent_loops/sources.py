@@ -32,7 +32,7 @@ def services_of(services: WorkerServices, data_source: str) -> WorkerServices:
 
 
 def tools_of(config: AgentConfig, data_source: str, tools: Mapping[str, BaseTool]) -> Mapping[str, BaseTool]:
-    """Those of the recipe's `tools` that episodes of `data_source` have. Raises `LoadError` for a name none has."""
+    """Return the tools of the recipe that episodes of `data_source` have. Raises `LoadError` for a name none has."""
     own = entry_of(config.sources, data_source)
     if own is None or own.tools is None:
         return tools

@@ -233,7 +233,7 @@ class Teacher:
 
 
 class Teachers:
-    """Those of a run, by data source. Shared by all episodes of a process."""
+    """The teachers of a run by data source, shared by all episodes of a process."""
 
     def __init__(self, configs: Mapping[str, TeacherConfig]) -> None:
         self._teachers = {pattern: Teacher(config) for pattern, config in configs.items()}

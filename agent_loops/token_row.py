@@ -26,7 +26,7 @@ class TokenRow:
         self.ids = array("i", prompt_ids)
         """Prompt and response."""
         self.mask = bytearray()
-        """Of the response: 1 = sampled."""
+        """Mask of the response: 1 = sampled."""
         self.turn_starts = array("i")
         self.routed_up_to = 0
         self._routed: list[tuple[int, RoutedExperts]] = []
@@ -56,7 +56,9 @@ class TokenRow:
         self._logprobs.extend(answer.logprobs)
 
     def _route(self, rows: RoutedExperts, end: int) -> None:
-        """What is known of a position stays: that pass sampled its token, or was the first that read it."""
+        """Record routes of positions that have none. A known one stays: that pass sampled its token, or read it
+        first.
+        """
         first = max(end - len(rows), self.routed_up_to)
         if first < end:
             self._routed.append((first, rows[len(rows) - (end - first) :]))

@@ -56,7 +56,7 @@ class Trace:
     started: float = field(default_factory=time.monotonic)
     began_unix_s: float = field(default_factory=time.time)
     spans: list[Span] = field(default_factory=list)
-    """In the order of their ends."""
+    """Spans in the order of their ends."""
     dropped: int = 0
     on_span: OnSpan | None = None
     exported: EpisodeSpans | None = None
@@ -71,8 +71,9 @@ class Trace:
         self.spans.append((kind, name, round(start - self.started, 4), round(now - start, 4)))
 
     def plain(self) -> dict[str, Any]:
-        """For `extra`: ``trace``, ``began_unix_s`` by this machine's clock, ``trace_dropped`` where some did not fit,
-        ``traceparent`` where OpenTelemetry is on."""
+        """Return the fields for `extra`: ``trace``, ``began_unix_s`` by this machine's clock, ``trace_dropped`` where
+        some did not fit, ``traceparent`` where OpenTelemetry is on.
+        """
         recorded: dict[str, Any] = {"trace": [list(span) for span in self.spans], "began_unix_s": self.began_unix_s}
         if self.dropped:
             recorded["trace_dropped"] = self.dropped
@@ -119,7 +120,7 @@ class span:
 
 @contextmanager
 def exported_span(kind: str, name: str) -> Iterator[OpenSpan | NoSpan]:
-    """For OpenTelemetry alone: a part of what `span` times already."""
+    """A span for OpenTelemetry alone: a part of a span that `span` times."""
     trace = _CURRENT.get()
     exported = trace.exported if trace is not None else None
     with nullcontext(NO_SPAN) if exported is None else exported.span(kind, name) as recorded:
@@ -178,7 +179,7 @@ class EpisodeSpans:
                 turn.last_ns = time.time_ns()
 
     def outcome(self, outcome: Outcome) -> None:
-        """How it ended, as the queue was told."""
+        """Record the outcome that was reported to the queue."""
         self.root.note(outcome=outcome.kind.value, reason=outcome.reason or None, component=outcome.component or None)
         if outcome.kind is OutcomeKind.INFRA_ERROR:
             self.root.fail(f"{outcome.component}: {outcome.reason}")

@@ -219,7 +219,7 @@ class Worker:
             await asyncio.sleep(pause_s)
 
     async def _asleep(self) -> bool:
-        """Whether servers are there that wait for the trainer to hand their devices back."""
+        """Return True if servers wait for the trainer to hand their devices back."""
         client = self._job.client
         return isinstance(client, WatchedClient) and any(server.asleep for server in await client.servers())
 
@@ -279,7 +279,7 @@ class RunningEpisodes:
     def __init__(self, services: WorkerServices, stats: WorkerStats, ended: Callable[[], None]) -> None:
         self.running: dict[str, tuple[Lease, asyncio.Task[None]]] = {}
         self._episodes: dict[tuple[str, int], Episode] = {}
-        """Those that run, by id and fence."""
+        """Running episodes, by id and fence."""
         self._services = services
         self._stats = stats
         self._ended = ended

@@ -46,7 +46,7 @@ def evaluate(expression: str) -> Number:
 
 
 def printed(value: Number) -> str:
-    """What `print(round(value, 4))` writes: the base model's answer to a problem."""
+    """Return the output of `print(round(value, 4))`: the base model's answer to a problem."""
     return str(round(value, RESULT_DECIMALS))
 
 
@@ -56,7 +56,7 @@ def operands(expression: str) -> list[str]:
 
 
 def in_range(expression: str) -> bool:
-    """Whether the base model was made for it: one to three operators, operands of up to six digits, at most 22
+    """Return True if the base model was made for it: one to three operators, operands of up to six digits, at most 22
     characters, and at most ten in the result."""
     numbers = operands(expression)
     signed = re.search(r"(^|[-+*/(])[-+]", expression)

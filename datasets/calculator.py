@@ -15,14 +15,14 @@ from penstock.datasets.rows import Row, arithmetic_row, write_parquet
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What the expressions look like; the three tuples are weights, probabilities are from 0 to 1."""
+    """The distribution of expressions; the three tuples are weights, probabilities are from 0 to 1."""
 
     operators: tuple[float, ...]
-    """Of 1, 2, 3 operators."""
+    """Weights of 1, 2, 3 operators."""
     digits: tuple[float, ...]
-    """Of operands with 1, 2, 3 ... digits."""
+    """Weights of operands with 1, 2, 3 ... digits."""
     signs: tuple[float, float, float, float]
-    """Of + - * /."""
+    """Weights of + - * /."""
     decimal: float
     """An operand has one or two decimals."""
     round_number: float

@@ -46,13 +46,13 @@ class GymTasks:
 
     tasks: tuple[str, ...]
     config: Mapping[str, Any]
-    """Of each task, with `size` (rows of each) and `seed`."""
+    """Configuration of each task, with `size` (rows of each) and `seed`."""
     system: str
     """Name of the package's own system prompt."""
     path: str
 
     def name(self) -> str:
-        """Of its file: another source has another one."""
+        """Name of its file: another source has another one."""
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
         return f"{'-'.join(self.tasks)[:60]}-{digest}.parquet"
 

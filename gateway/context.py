@@ -37,7 +37,7 @@ class GatewayContext:
     reward: RewardFunction | None = None
     teachers: Teachers | None = None
     routing_replay: bool = False
-    """As `RunContext.routing_replay`."""
+    """Same as `RunContext.routing_replay`."""
     mismatches: Mismatches = field(default_factory=Mismatches)
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TOKENIZING))
     """Held for a long request while a thread tokenizes it."""
@@ -62,7 +62,7 @@ def longest_token(tokenizer: Any) -> int:
 
 
 def detokenizer(chat: ChatTokens) -> Detokenizer:
-    """How this model's token ids become text and tool calls."""
+    """Return the decoder of this model's token ids to text and tool calls."""
     return Detokenizer(
         decode=chat.decode,
         token_bytes=token_bytes_of(chat.tokenizer),

@@ -48,7 +48,7 @@ class FinishResult:
     segments: int
     turns: int
     tried_again: bool = False
-    """It failed, and the queue leases it again."""
+    """True if the episode failed and the queue leases it again."""
 
 
 async def finish(episode: GatewaySession, wanted: Outcome | None) -> FinishResult:

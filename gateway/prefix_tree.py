@@ -43,7 +43,7 @@ class Turn:
     """One answer of the model and its position in the tree."""
 
     answer_id: str
-    """Of the request; n choices share it."""
+    """Id of the request's answer; n choices share it."""
     match: PrefixMatch
     choice: Choice
     asked: str
@@ -64,7 +64,7 @@ class Turn:
 
     @property
     def is_last(self) -> bool:
-        """Whether its segment ends with it."""
+        """True if its segment ends with it."""
         return self.end == self.segment.context_len
 
     def conversation(self) -> list[Message]:
@@ -97,7 +97,7 @@ class PrefixMatch:
 
     @property
     def routed_up_to(self) -> int:
-        """As that of the segment that the answer will be added to."""
+        """Number of routed positions of the segment that the answer will be added to."""
         return self.parent.segment.routed_up_to if self.parent is not None and self.parent.is_last else 0
 
     @property
@@ -116,7 +116,7 @@ class PrefixTree:
         self.chat = chat
         self.turns: dict[str, Turn] = {}
         self.segments: list[SegmentBuilder] = []
-        """In the order of their first answer."""
+        """Segments in the order of their first answer."""
         self._after: dict[str, list[Turn]] = {}
         """Key of a conversation that ends with a recorded answer → turns with that answer."""
         self._calls: dict[str, Mapping[str, Any]] = {}
@@ -174,7 +174,7 @@ class PrefixTree:
         return sampled if name == own_name and _holds(sent, own) else call
 
     def _answered(self, key: str) -> Turn | None:
-        """Of turns with equal conversations, one that was not continued yet."""
+        """Return a turn with this conversation that was not continued yet."""
         turns = self._after.get(key, [])
         return next((turn for turn in turns if not turn.continued), turns[0] if turns else None)
 
@@ -211,7 +211,9 @@ class PrefixTree:
             raise NotRenderable(str(error)) from error
 
     def _rest_of(self, turn: Turn, prompt: str | tuple[int, ...]) -> str | tuple[int, ...] | None:
-        """What `prompt` adds to a turn that answered a bare prompt; None where it does not continue that turn."""
+        """Return the text or ids that `prompt` adds to a turn that answered a bare prompt; None if it does not continue
+        it.
+        """
         if turn.match.prompt is None or type(prompt) is not type(turn.match.prompt):
             return None
         whole: Any = self._prompt_text(turn) if isinstance(prompt, str) else tuple(turn.ids())
@@ -348,7 +350,7 @@ def _arguments(arguments: Any) -> Any:
 
 
 def _holds(sent: Any, own: Any) -> bool:
-    """Whether `sent` is `own` with nothing but keys added to its objects. Both are of `_arguments`."""
+    """Return True if `sent` is `own` with nothing but keys added to its objects. Both are of `_arguments`."""
     if isinstance(sent, Mapping) and isinstance(own, Mapping):
         return all(name in sent and _holds(sent[name], one) for name, one in own.items())
     if isinstance(sent, list) and isinstance(own, list):

@@ -95,7 +95,9 @@ class RecordedLoop(AgentLoopBase):
 
 
 def infra_failure_of(error: GatewayError, episode: GatewaySession) -> InfraFailure:
-    """What an agent was told as `error`. Messages of infrastructure failures are "component: reason"."""
+    """Return the failure that an agent was told as `error`. Messages of infrastructure failures are "component:
+    reason".
+    """
     if episode.broken is not None:
         return InfraFailure(episode.broken.component, episode.broken.reason)
     component, _, reason = str(error).removeprefix("the ").partition(": ")

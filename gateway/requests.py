@@ -35,7 +35,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether the `openai` or `anthropic` package repeats this request."""
+    """Return True if the `openai` or `anthropic` package repeats this request."""
     return headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
@@ -198,7 +198,7 @@ class ResolvedRequest:
 
     @property
     def characters(self) -> int:
-        """Of all text in it; 0 for a prompt of ids."""
+        """Return the length of all text in it; 0 for a prompt of ids."""
         return _characters([self.prompt, self.messages, self.tools])
 
     def check_length(self, limit: int, longest_token: int | None) -> None:

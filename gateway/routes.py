@@ -55,7 +55,7 @@ Route = Callable[..., Awaitable[Response]]
 FindManager = Callable[[], Awaitable[SessionManager]]
 """Returns the session manager, once the tokenizer is loaded."""
 FindSession = Callable[[str], Awaitable[GatewaySession]]
-"""By handle. Raises `GatewayError`."""
+"""Returns a session by its handle. Raises `GatewayError`."""
 
 
 def make_router(manager: FindManager, url: str, token: str, version: Callable[[], int]) -> APIRouter:
@@ -81,7 +81,7 @@ def make_router(manager: FindManager, url: str, token: str, version: Callable[[]
     @router.get("/episodes/{handle}")
     @_with_refusals
     async def look(request: Request, handle: str) -> Response:
-        """What is recorded so far, and the rest of the budget."""
+        """Return what is recorded so far, and the rest of the budget."""
         return JSONResponse((await find(handle)).state())
 
     @router.post("/episodes/{handle}/reward", openapi_extra=_takes(RewardBody))

@@ -55,7 +55,7 @@ class SessionManager:
         self._ended: OrderedDict[str, FinishResult | str] = OrderedDict()
         """Handle → its result, or why it is gone."""
         self._doors: dict[str, asyncio.Lock] = {}
-        """By handle; held while an episode is adopted or finished."""
+        """Locks by handle; held while an episode is adopted or finished."""
         self._keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -280,7 +280,7 @@ def episode_key(token: str, handle: str) -> str:
 
 
 def opens(token: str, path: str, given: str) -> bool:
-    """Whether `given` is the key of the episode whose ``/v1/`` holds `path`; compared in constant time."""
+    """Return True if `given` is the key of the episode whose ``/v1/`` holds `path`; compared in constant time."""
     if not path.startswith(PREFIX):
         return False
     handle, _, route = path[len(PREFIX) :].partition("/")

@@ -23,7 +23,7 @@ class SeenImage:
     tokens: int
     """Number of ids that stand for it."""
     item: str
-    """Its pixels, in the engine's own form."""
+    """Pixels of the image, in the engine's own form."""
 
     @property
     def nbytes(self) -> int:

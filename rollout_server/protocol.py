@@ -54,7 +54,7 @@ class GenerateRequest(BaseModel):
     token_ids: list[Count] = Field(min_length=1)
     """The exact context: the prompt and all tokens sampled so far."""
     images: tuple[ImageRef, ...] = ()
-    """In the order of their placeholders in `token_ids`, which the model's processor has expanded already."""
+    """Images in the order of their placeholders in `token_ids`, which the model's processor has expanded already."""
     sampling: Sampling = Sampling()
     request_id: Label = ""
     episode_id: Label = ""
@@ -117,9 +117,9 @@ class EngineInfo(BaseModel):
     vocab_size: int
     max_model_len: int
     images: bool = False
-    """It takes requests with images."""
+    """True if it takes requests with images."""
     routed_experts: bool = False
-    """It reports which experts read each token."""
+    """True if it reports which experts read each token."""
     limits: list[str] = []
     """Limits of this engine, one sentence each; printed at start."""
 
@@ -180,7 +180,7 @@ class DeviceBytes(NamedTuple):
 
     used: int
     most: int
-    """It never has more while it is awake."""
+    """Largest number while it is awake."""
 
 
 @runtime_checkable

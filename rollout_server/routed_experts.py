@@ -23,7 +23,7 @@ from penstock.transfer_queue import RoutedExperts
 
 
 def experts_dtype(experts: int) -> type[np.unsignedinteger[Any]]:
-    """For numbers below `experts`."""
+    """Return the smallest type for numbers below `experts`."""
     return np.uint8 if experts <= 256 else np.uint16
 
 
@@ -32,7 +32,7 @@ class Mixtures:
     """Experts of one model."""
 
     layers: int
-    """Those with experts."""
+    """Number of layers with experts."""
     experts: int
     """Number of experts of one layer."""
     per_token: int

@@ -35,7 +35,7 @@ class NoRouters(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """For one call of a model. T = its tokens, of all lines."""
+    """Routing of one call of a model. T = its tokens, of all lines."""
 
     experts: Tensor | None = None
     """[T, layers, k]; a row of k equal numbers: the router chooses. None: it always does."""
@@ -199,7 +199,7 @@ class Routers:
         return found.astype(self.mixtures.dtype)
 
     def count_load(self, device: torch.device) -> None:
-        """From now on, of forwards with gradients."""
+        """Count the load of forwards with gradients from now on."""
         for layer in self._layers:
             layer.load = LayerLoad.zeros(self.mixtures.experts, device)
 

@@ -122,7 +122,7 @@ class EnvCheck:
     """The result: each task is in one of the two lists."""
 
     trajectories: Sequence[Trajectory]
-    """In the order of the tasks."""
+    """Trajectories in the order of the tasks."""
     failures: Sequence[DeadLetter]
     """Episodes that the infrastructure failed, with the cause."""
 

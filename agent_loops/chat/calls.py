@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class NoParser:
-    """In place of a parser that could not be chosen: it reads no calls, so no tools may be shown to the model."""
+    """Stands in for a parser that could not be chosen. It reads no calls, so no tools may be shown to the model."""
 
     opening = closing = ""
 

@@ -225,7 +225,9 @@ class ChatTokens:
 
 
 def chat_of(model: str, config: AgentConfig) -> ChatTokens:
-    """For a model folder or hub name and a run's settings. Raises `TemplateError`, `ValueError` for the parser."""
+    """Return the chat tokens of a model folder or hub name under a run's settings. Raises `TemplateError`, `ValueError`
+    for the parser.
+    """
     tokenizer = load_tokenizer(model)
     return ChatTokens(
         tokenizer,

@@ -61,7 +61,7 @@ class Continuation:
         return self._named(messages, self._answered(messages, calls))
 
     def closings(self) -> list[str]:
-        """How a reply ends where nothing follows: text, and a tool call where the template writes them."""
+        """Return the ends of a reply that nothing follows: of text, and of a tool call if the template writes calls."""
         closings = [_behind(MARK, self.template.render([ASKS, {"role": "assistant", "content": MARK}], prompt=False))]
         if self.template.call_form is not None:
             call = self.template.call_message([_marked(ToolCall("probe"), MARK)])

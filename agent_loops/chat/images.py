@@ -54,7 +54,7 @@ class ImagePlaces:
             raise TemplateError("the places of images are widened otherwise than the model's processor does")
 
     def _widen_one(self, width: int, height: int) -> str:
-        """By the size alone, as engines count them before they have the pixels."""
+        """Return the placeholders of an image by its size alone, as engines count them before they have the pixels."""
         from PIL import Image
 
         try:

@@ -111,7 +111,7 @@ def _first_special(text: str, special: re.Pattern[str]) -> str:
 
 
 def _unique(texts: Iterable[str]) -> list[str]:
-    """Those that are not empty."""
+    """Return the texts that are not empty, each once."""
     return list(dict.fromkeys(text for text in texts if text))
 
 

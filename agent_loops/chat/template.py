@@ -27,7 +27,7 @@ CallIds = Literal["any", "short", "named"]
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template takes the tool calls of a message."""
+    """The form in which a template takes the tool calls of a message."""
 
     arguments_as_text: bool
     """Arguments are JSON text (DeepSeek), not an object."""
@@ -139,7 +139,7 @@ class ChatTemplate:
         return call_id if takes_it else xxhash.xxh3_64_hexdigest(call_id.encode())[:9]
 
     def reply_with_call(self, tools: Sequence[Mapping[str, Any]], call: ToolCall) -> str | None:
-        """How the template itself writes a reply that is one tool call, its end included; None where it writes none.
+        """Return a reply of one tool call as the template writes it, its end included; None if it writes none.
 
         Without the opening of a reply, as far as both agree: a prompt may open a thought that old turns show closed.
         """

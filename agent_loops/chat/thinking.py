@@ -39,7 +39,7 @@ def written_again(template: ChatTemplate, parsed: ParsedTurn, text: str, special
 
 
 class OldThinking:
-    """How a template treats the thinking of earlier replies; determined once per kind of new message."""
+    """The treatment of the thinking of earlier replies by a template; determined once per kind of new message."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template

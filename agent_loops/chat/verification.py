@@ -118,7 +118,7 @@ def _verify(chat: ChatTokens, tools: Tools) -> TemplateVerification:
 @dataclass(slots=True)
 class _Findings:
     verified: Counter[str] = field(default_factory=Counter)
-    """By the role of what follows the reply."""
+    """Verified conversations by the role of the message after the reply."""
     anew: Counter[str] = field(default_factory=Counter)
     """The same, of all conversations that the template renders."""
     rewritten: list[str] = field(default_factory=list)
@@ -138,7 +138,7 @@ class _Findings:
 
 @dataclass(frozen=True, slots=True)
 class _Rendered:
-    """What the template writes of one conversation."""
+    """One conversation as the template writes it."""
 
     opening: str
     """Up to where the reply is asked for."""

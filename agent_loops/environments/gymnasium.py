@@ -53,7 +53,7 @@ class GymnasiumLoop(EnvironmentLoop):
         self._services = services
 
     async def open(self, task: Task, options: dict[str, Any]) -> Environment:
-        """On the worker's host of this kind; the first episode starts it."""
+        """Open an environment on the worker's host of this kind; the first episode starts the host."""
         settings = self.settings
         name = _absolute(settings.env, self._services.recipe_dir)
         path = tuple(map(os.path.abspath, settings.path))
@@ -140,7 +140,7 @@ class EnvironmentHost:
             self._control.send({"end": number})
 
     async def status(self, number: int) -> str:
-        """How an episode's process ended, in words; it is about to, or has."""
+        """Describe the end of an episode's process, which is ending or has ended."""
         ended = self._ends.get(number)
         try:
             async with asyncio.timeout(STATUS_DEADLINE_S):

@@ -148,7 +148,7 @@ def serve(lines: Lines, make: Callable[..., Any]) -> None:
 
 
 def _seed_for(make: Callable[..., Any], request: Json) -> Json:
-    """For a factory that makes the environment from its seed: one with a parameter of that name."""
+    """Return the seed for a factory with a parameter of that name, which makes the environment from it."""
     try:
         takes = "seed" in inspect.signature(make).parameters
     except ValueError:

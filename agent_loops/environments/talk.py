@@ -1,4 +1,5 @@
-"""How the model reads an episode: as one conversation, or each turn by itself with a memory of the last ones.
+"""The form in which the model reads an episode: one conversation, or each turn by itself with a memory of the last
+ones.
 
 conversation    task, observation ─► action ─► observation ─► action …            one segment, ids appended
 windowed        task, memory(last n turns), observation ─► action                 a segment per turn

@@ -57,7 +57,7 @@ class TurnRewards:
 
 @dataclass(frozen=True, slots=True)
 class ReactResult:
-    """How the loop ended."""
+    """The end of the loop."""
 
     outputs: list[AgentLoopOutput]
     answer: str | None = None
@@ -65,7 +65,7 @@ class ReactResult:
 
 
 GoOn = Callable[[Generation, Sequence[Message]], Awaitable[None]]
-"""How the conversation takes the messages after a reply; may ask the model for more."""
+"""Adds the messages after a reply to the conversation; may ask the model for more."""
 
 
 async def react(

@@ -41,7 +41,7 @@ class Step:
     """The model's answer without special tokens."""
     calls: Sequence[ToolCall]
     results: Sequence[ToolResult]
-    """In the order of `calls`."""
+    """Results in the order of `calls`."""
 
 
 class StepwiseLoop(AgentLoopBase):

@@ -178,7 +178,7 @@ def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
 
 
 class _NoSandbox:
-    """In place of the worker's sandbox while a recipe is checked."""
+    """Stands in for the worker's sandbox while a recipe is checked."""
 
     async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> Session:
         raise SandboxError("no sandbox is available while a recipe is checked")

@@ -64,7 +64,7 @@ class TaskTrial:
 
 @dataclass(frozen=True, slots=True)
 class CheckedTask:
-    """What is known of one task."""
+    """The trials of one task, and what follows from them."""
 
     task: str
     probes: Mapping[str, TaskTrial]
@@ -77,7 +77,7 @@ class CheckedTask:
 
     @property
     def problem(self) -> str:
-        """In a line; empty where it is sound."""
+        """The problem in one line; empty if the task is sound."""
         if self.cause:
             return self.cause
         return "; ".join(self.probes[name].problem for name in AGENTS if not self.probes[name].right)
@@ -111,7 +111,7 @@ class Checker:
         self._known: dict[tuple[str, str, str], TaskTrial] = {}
 
     async def check(self, folders: Sequence[Path], *, again: bool = False) -> list[CheckedTask]:
-        """In the order of `folders`. `again`: whatever the record says."""
+        """Check tasks, and return them in the order of `folders`. `again`: whatever the record says."""
         record: dict[tuple[str, str, str], TaskTrial] = {}
         for one in self._recorded():
             record[one.task, one.digest, one.agent] = one
@@ -131,7 +131,7 @@ class Checker:
         return list(await asyncio.gather(*map(check_in_turn, folders)))
 
     def _recorded(self) -> list[TaskTrial]:
-        """Of a later line and an earlier one of the same probe the later one counts. Raises `HarborTaskError`."""
+        """Return the recorded trials. Of two lines of the same probe the later one counts. Raises `HarborTaskError`."""
         try:
             return [TaskTrial(**line) for line in read_jsonl(self._record)]
         except TypeError as error:
@@ -183,7 +183,7 @@ async def run_agent(
 
 
 def digest_of(folder: Path) -> str:
-    """Of all files of a task. Raises `OSError`."""
+    """Return a digest of all files of a task. Raises `OSError`."""
     return hashlib.sha256(packed(folder)).hexdigest()[:16]
 
 

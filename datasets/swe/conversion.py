@@ -23,7 +23,7 @@ IMAGE = "penstock-swe:{id}"
 
 @dataclass(frozen=True)
 class Places:
-    """Where the boxes get the repositories from: images (backend docker), or clones of this machine (any backend)."""
+    """The sources of repositories for the boxes: images (backend docker), or clones of this machine (any backend)."""
 
     image: str = IMAGE
     repositories: Path | None = None

@@ -113,15 +113,15 @@ class FactorySettings:
 
 @dataclass(frozen=True)
 class Made:
-    """What came of one package."""
+    """The tasks made of one package."""
 
     tasks: list[Fields]
     counts: Counter[str]
-    """Of mutants: tried, killed, survived, unclear, too_much, unsound."""
+    """Counts of mutants: tried, killed, survived, unclear, too_much, unsound."""
 
 
 class Factory:
-    """Of one package. `out` becomes the folder that rows' relative paths are relative to."""
+    """Makes tasks of one package. Relative paths of rows are relative to `out`."""
 
     def __init__(self, package: Package, sandbox: Sandbox, out: Path, settings: FactorySettings) -> None:
         self._package = package

@@ -21,7 +21,7 @@ Report = Callable[[str], None]
 class Wanted:
     packages: tuple[str, ...]
     tests: tuple[Path, ...] = ()
-    """Of the packages at the same places."""
+    """Test folders of the packages at the same places."""
     evaluation: int = 0
 
 

@@ -214,7 +214,7 @@ class Mutation:
 
     path: str
     function: str
-    """Its name, with its class."""
+    """Name of the function, with its class."""
     kind: str
     line: int
     edit: Edit

@@ -67,7 +67,7 @@ class Package:
     name: str
     version: str
     licence: str
-    """As its metadata has it; empty where it says none."""
+    """Licence in its metadata; empty if there is none."""
     files: dict[str, bytes]
     """path → content"""
 
@@ -166,5 +166,5 @@ def _field(about: str, key: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """As a folder and an id may be called."""
+    """Return a name that a folder and an id may have."""
     return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-").lower() or "package"

@@ -39,7 +39,7 @@ def export_predictions(folder: Path, out: Path, model: str, sample: int = 0) -> 
 
 
 def _recorded(folder: Path) -> Iterator[dict[str, Any]]:
-    """By name of episode. Raises `BadFile`."""
+    """Yield recorded episodes by name. Raises `BadFile`."""
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
         raise BadFile(

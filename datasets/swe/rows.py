@@ -120,7 +120,7 @@ INSTRUCTION = (
     "Hidden tests decide. Call submit when you are done.\n\n"
 )
 Fields = dict[str, Any]
-"""What `SweTask.from_row` reads."""
+"""The fields that `SweTask.from_row` reads."""
 
 
 def dataset_row(fields: Fields, split: str, index: int) -> Row:

@@ -17,14 +17,14 @@ _TEST_FILE = re.compile(r"^\+\+\+ b/(\S*test\S*\.py)\s*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Kind:
-    """What the rows of one dataset do not say."""
+    """Facts of one dataset that its rows do not say."""
 
     image: str
-    """Of a row's box, as published; ``{id}`` is its instance_id as image names may be written."""
+    """Image of a row's box, as published; ``{id}`` is its instance_id as image names may be written."""
     separator: str
-    """What stands for the ``__`` of an instance_id in it."""
+    """Text in it in place of the ``__`` of an instance_id."""
     python: str
-    """Of the environment that the image has."""
+    """Python of the environment in the image."""
 
     def published(self, instance_id: str) -> str:
         return self.image.format(id=instance_id.replace("__", self.separator).lower())

@@ -16,12 +16,12 @@ from penstock.sandbox import Accept, RunResult, ServedSession, put_folder
 STATE = ".penstock_program"
 SET_UP_S = 60.0
 MAX_FILE_BYTES = 1 << 20
-"""Of one collected file; the rest is cut."""
+"""Largest size of one collected file; the rest is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramEnd:
-    """How a program ended, and what it left."""
+    """The end of a program, and the files that it left."""
 
     result: RunResult
     seconds: float
@@ -29,7 +29,7 @@ class ProgramEnd:
     """Collected ones, by the paths of the settings."""
 
     def describe(self) -> str:
-        """For causes: how it ended, and its last words."""
+        """Describe the end and the last output, for the cause of an outcome."""
         result = self.result
         how = f"it ended with {result.exit_code}" if result.limit is None else f"limit {result.limit}"
         words = (result.stderr.strip() or result.stdout.strip())[-400:]
@@ -42,7 +42,7 @@ class ProgramBox:
     def __init__(self, session: ServedSession, folder: str, state: str, variables: Mapping[str, str]) -> None:
         self.session = session
         self.folder = folder
-        """Where the program starts, absolute."""
+        """Absolute folder in which the program starts."""
         self.home = posixpath.join(state, "home")
         self._variables = variables
 
@@ -53,7 +53,9 @@ class ProgramBox:
         return cls(session, await _made(session, folder or posixpath.join(state, "work")), state, variables)
 
     async def put(self, files: Mapping[str, bytes]) -> None:
-        """By path: ``~/…`` in its home, absolute, or in its folder. Raises `SandboxError`, `InfraFailure`."""
+        """Write files by path: ``~/…`` in the home, absolute, or in the folder of the program. Raises `SandboxError`,
+        `InfraFailure`.
+        """
         groups: dict[str, dict[str, bytes]] = {}
         for path, content in files.items():
             base, name = self._place(path)

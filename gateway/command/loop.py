@@ -36,7 +36,7 @@ from penstock.sandbox import SandboxError, ServedSession, Session
 from penstock.transfer_queue import COMPLETED, Lease, Outcome, OutcomeKind, Task
 
 SHARE_OF_DEADLINE = 0.9
-"""Of the episode's deadline; what is left is for reading files: past the deadline the box is gone with its files."""
+"""Share of the episode's deadline for the program. The rest is for reading files: past the deadline the box is gone."""
 TAIL = 4000
 """Characters of each output that a trajectory keeps."""
 PROMPT = "~/prompt.txt"
@@ -72,7 +72,7 @@ class CommandLoop(RecordedLoop):
 
     # the box -------------------------------------------------------------------------------------------------------
     async def _open_box(self, task: Task, settings: CommandSettings) -> ProgramBox:
-        """That of the recipe's tools, so that they grade what the program left in it; else one of its own."""
+        """Open the box of the recipe's tools, so that they grade the files in it; else a box of its own."""
         shared = await self.tools.episode_box()
         if shared is not None:
             session, folder, variables = await shared.session(), shared.folder, shared.variables
@@ -162,7 +162,7 @@ class CommandLoop(RecordedLoop):
         return self.recorded_outputs(outcome, metrics=metrics, extra={"program": program})
 
     def _outcome(self, end: ProgramEnd, settings: CommandSettings) -> Outcome:
-        """By the budget, by what ended the program, by its status. Raises `InfraFailure`."""
+        """Return the outcome by the budget, by the cause of the program's end, by its status. Raises `InfraFailure`."""
         budget = outcome_of(self.recorded, None)
         if self.recorded.facts.get("truncated"):
             return budget
@@ -177,7 +177,8 @@ class CommandLoop(RecordedLoop):
         return self._outcome_of_status(end, settings, budget)
 
     def _outcome_of_status(self, end: ProgramEnd, settings: CommandSettings, budget: Outcome) -> Outcome:
-        """By a status other than 0, after answers of the model: code that it wrote may have caused whatever went wrong.
+        """Return the outcome of a status other than 0. After answers of the model, its code may have caused any
+        failure.
 
         Raises `InfraFailure`.
         """

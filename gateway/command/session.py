@@ -50,11 +50,11 @@ class CommandSession(GatewaySession):
         self.refusals: list[str] = []
         """Causes of the newest requests that were refused as wrong, oldest first."""
         self.last_refusal = ""
-        """That of the last request; empty where that one was answered."""
+        """Refusal of the last request; empty if it was answered."""
         self.too_long = False
         """The last request left the model no room to answer."""
         self.requests = 0
-        """Of any kind."""
+        """Number of requests of any kind."""
         self.closing = False
         """The program has ended: what is cancelled now is no failure."""
         self._beyond_budget = 0

@@ -261,7 +261,7 @@ class ChoicesStream:
         return sse_data({**self._frame, "choices": [], "usage": usage(self._head, self._done)}) + SSE_DONE
 
     def fail(self, status: int, message: str) -> bytes:
-        """In place of `end`, where the answer broke off: an error that clients raise, without ``[DONE]``."""
+        """End an answer that broke off, in place of `end`: an error that clients raise, without ``[DONE]``."""
         return sse_data(error_body(status, message))
 
     def _event(self, choice: dict[str, Any]) -> bytes:

@@ -85,7 +85,7 @@ class ThinkingBlock(WireModel):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
-    """Of our own answers: see `thinking_blocks`. Others' thinking is given to templates that know it."""
+    """Signature of our own answers, see `thinking_blocks`. Others' thinking is given to templates that know it."""
 
 
 class RedactedThinkingBlock(WireModel):
@@ -106,7 +106,7 @@ class ToolUseBlock(WireModel):
 
     @property
     def call(self) -> dict[str, Any]:
-        """For a chat template."""
+        """Return the call in the form of a chat template."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
 
 

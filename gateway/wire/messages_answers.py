@@ -84,7 +84,9 @@ _KINDS = {
 def anthropic_error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """As `error_body`. `param` is not in this shape: messages of invalid requests begin with it."""
+    """Return the error in Anthropic's shape, see `error_body`. It has no `param`: messages of invalid requests begin
+    with it.
+    """
     kind = _KINDS.get(status) or _KINDS[400 if status < 500 else 500]
     # Claude Code compacts its conversation on these words.
     words = f"prompt is too long: {message}" if code == "context_length_exceeded" else message
@@ -136,7 +138,7 @@ class MessageStream:
         """Characters of content that were given to the splitter."""
         self._open: Kind | None = None
         self._index = -1
-        """Of the newest block."""
+        """Index of the newest block."""
         self._choice: Choice | None = None
 
     def start(self) -> bytes:
@@ -174,7 +176,7 @@ class MessageStream:
         return last + sse_event({"type": "message_stop"})
 
     def fail(self, status: int, message: str) -> bytes:
-        """In place of `end`, where the answer broke off."""
+        """End an answer that broke off, in place of `end`."""
         return sse_event(anthropic_error_body(status, message))
 
     # pieces ---------------------------------------------------------------------------------------------------------

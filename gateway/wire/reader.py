@@ -49,7 +49,7 @@ class TextDelta:
 
     text: str = ""
     tokens: tuple[SampledToken, ...] = ()
-    """Of the ids that were fed, where log-probabilities were requested."""
+    """Tokens of the ids that were fed, if log-probabilities were requested."""
 
 
 class AnswerReader:
@@ -180,7 +180,7 @@ def _longest_beginning(words: Sequence[str], text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """How one model writes calls, by the marks of its parser."""
+    """The form in which one model writes calls, by the marks of its parser."""
 
     parser: ToolCallParser
 
@@ -200,7 +200,7 @@ class CallSyntax:
         return at if at >= 0 else len(text)
 
     def one_is_whole(self, text: str) -> bool:
-        """Whether `text` holds a complete, well-formed call."""
+        """Return True if `text` holds a complete, well-formed call."""
         if not self.closing or self.closing not in text:
             return False
         calls = self.parser.parse(text[self.start(text) :]).calls

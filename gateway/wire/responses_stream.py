@@ -82,7 +82,7 @@ class ResponseStream:
         return self._event(body["status"], response=body)
 
     def fail(self, status: int, message: str) -> bytes:
-        """In place of `end`, where the answer broke off."""
+        """End an answer that broke off, in place of `end`."""
         code = "rate_limit_exceeded" if status == 429 else "server_error"
         body = opening_body(self._request, self._head, "failed")
         return self._event("failed", response={**body, "error": {"code": code, "message": message}})

@@ -21,7 +21,7 @@ from penstock.gateway.wire.types import InvalidRequest
 
 Body = TypeVar("Body", bound=BaseModel)
 MAX_DEPTH = 64
-"""Of nested JSON. Templates and schema checks call themselves on what they are given."""
+"""Largest depth of nested JSON. Templates and schema checks recurse into their input."""
 
 
 class WireModel(BaseModel):
@@ -40,7 +40,7 @@ class Refused:
     """A field of the API's that is not supported."""
 
     reason: str
-    """Of the error: "is not supported here: …"."""
+    """Reason of the error: "is not supported here: …"."""
     neutral: tuple[Any, ...] = ()
     """Values that ask for nothing, and are accepted."""
 
@@ -110,7 +110,7 @@ def check_plain(value: Any, where: tuple[str | int, ...] = ()) -> None:
 
 
 def is_text(value: str) -> bool:
-    """Whether `value` can be encoded as UTF-8."""
+    """Return True if `value` can be encoded as UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -140,7 +140,7 @@ def _path_in(given: Any, location: tuple[str | int, ...]) -> tuple[str | int, ..
 
 
 def _names_an_arm(given: Any, part: str | int, following: str | int | None = None) -> bool:
-    """Whether `part` is the type of `given`, not its field of the same name (``{"type": "text", "text": …}``)."""
+    """Return True if `part` is the type of `given`, not its field of that name (``{"type": "text", "text": …}``)."""
     if not isinstance(given, Mapping) or part not in (given.get("type"), given.get("role")) or following not in given:
         return False
     field = given.get(part)
@@ -182,7 +182,7 @@ class StreamOptions(WireModel):
 
 
 def ignored_fields(names: Iterable[str]) -> Callable[[dict[str, Any]], None]:
-    """For OpenAPI: these fields are accepted with any value."""
+    """Return a schema change for OpenAPI: these fields are accepted with any value."""
 
     def add(schema: dict[str, Any]) -> None:
         for name in sorted(names):
@@ -218,7 +218,7 @@ class ChoicesBody(SamplingBody):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a last chunk with usage was requested."""
+        """True if a last chunk with usage was requested."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -238,7 +238,7 @@ class Function(WireModel):
 
 
 def tool_schema(function: Function) -> dict[str, Any]:
-    """In the shape and key order of `BaseTool.schema`, so that prompts are the same as in training."""
+    """Return a tool in the shape and key order of `BaseTool.schema`, so that prompts are the same as in training."""
     described = {"description": function.description} if function.description is not None else {}
     parameters = function.parameters if function.parameters is not None else {"type": "object", "properties": {}}
     return {"type": "function", "function": {"name": function.name, **described, "parameters": parameters}}

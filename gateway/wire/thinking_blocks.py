@@ -55,7 +55,7 @@ class BlockSplitter:
 
     @property
     def thinks(self) -> bool:
-        """Whether the answer began with thinking, as far as it is known."""
+        """True if the answer began with thinking, as far as it is known."""
         return bool(self.opening) or self._stage in ("thinking", "after") or bool(self.closing)
 
     @property

@@ -36,13 +36,15 @@ class CompletionRequest:
 
     api: Api
     model: str
-    """As the client wrote it; the session checks it."""
+    """Model as the client wrote it; the session checks it."""
     messages: tuple[Mapping[str, Any], ...] = ()
-    """As a chat template takes them; empty for /v1/completions. Of /v1/responses: this request's items only."""
+    """Messages as a chat template takes them; empty for /v1/completions. Of /v1/responses: this request's items
+    only.
+    """
     prompt: str | tuple[int, ...] | None = None
     """/v1/completions only: text, or exact ids."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """In the shape of `BaseTool.schema`."""
+    """Tools in the shape of `BaseTool.schema`."""
     template_settings: Mapping[str, Any] = field(default_factory=dict)
     """/v1/chat/completions only: what the chat template is to be given; the session refuses others than the run's."""
     tool_choice: Literal["auto", "none"] = "auto"
@@ -72,7 +74,7 @@ class CompletionRequest:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether calls in the answer are parsed."""
+        """True if calls in the answer are parsed."""
         return bool(self.tools) and self.tool_choice == "auto"
 
 
@@ -104,7 +106,7 @@ class Choice:
     """Well-formed ones, with ids that are stable for this answer."""
     finish_reason: Finish = "stop"
     stop_string: str | None = None
-    """Of the request's stop strings the one that ended the answer."""
+    """The stop string of the request that ended the answer."""
     tokens: tuple[SampledToken, ...] = ()
     """[N] where log-probabilities were requested, otherwise empty."""
 
@@ -136,12 +138,12 @@ def answer_id(api: Api, key: str) -> str:
 
 
 def call_id(answer: str, index: int, position: int) -> str:
-    """Of a tool call: by answer, choice and place in it."""
+    """Return the id of a tool call: by answer, choice and place in it."""
     return "call_" + _digest(f"{answer}/{index}/{position}", 24)
 
 
 def item_id(kind: str, answer: str, position: int) -> str:
-    """Of an output item of /v1/responses; `kind` is ``msg`` or ``fc``."""
+    """Return the id of an output item of /v1/responses; `kind` is ``msg`` or ``fc``."""
     return f"{kind}_" + _digest(f"{answer}/{kind}/{position}", 32)
 
 

@@ -52,7 +52,7 @@ class WriteError(Protocol):
 class ErrorFormat:
     body: WriteError
     schema: type[BaseModel]
-    """For OpenAPI."""
+    """Schema for OpenAPI."""
 
 
 OPENAI_ERRORS = ErrorFormat(error_body, OpenAIErrorBody)
@@ -65,9 +65,9 @@ class Wire:
 
     api: Api
     path: str
-    """Of its route, under ``/v1/``."""
+    """Path of its route, under ``/v1/``."""
     body: type[BaseModel]
-    """Of requests, for OpenAPI."""
+    """Body of requests, for OpenAPI."""
     parse: Callable[[Any], CompletionRequest]
     """Takes parsed JSON, whatever it is. Raises `InvalidRequest`."""
     answer: Callable[[CompletionRequest, AnswerHead, Sequence[Choice]], dict[str, Any]]
@@ -79,7 +79,7 @@ class Wire:
     keep_alive: bytes = KEEP_ALIVE
     """Sent in silence."""
     client: str = "openai client"
-    """In trajectories: what recorded it."""
+    """Name of the recording client in trajectories."""
 
 
 WIRES: Mapping[Api, Wire] = {

@@ -35,7 +35,7 @@ from penstock.sandbox import SandboxConfig, make_sandbox
 from penstock.tools import EpisodeBox, PythonTool, ToolInfraError
 
 WAIT_S = 20.0
-"""How long one `POST /episodes` may wait for work."""
+"""Time that one `POST /episodes` may wait for work."""
 NOTHING_TO_DO_S = 120.0
 """Without an episode for so long the run is taken to have ended."""
 MAX_TURNS = 4

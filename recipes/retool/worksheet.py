@@ -55,7 +55,8 @@ class Worksheet(PythonTool):
 
 
 def follow_ups(task: Task) -> dict[str, str]:
-    """From `extra_info` of the row: `parts` ("48+17 *3 -20") and `results` ("65 195 175"), one for each part.
+    """Return the follow-up questions from `extra_info` of the row: `parts` ("48+17 *3 -20") and `results` ("65 195
+    175"), one for each part.
 
     Raises `ToolInfraError` which names the row.
     """

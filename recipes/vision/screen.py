@@ -26,7 +26,7 @@ from penstock.transfer_queue import Task
 VIEWS: Mapping[str, str] = {"curves": "2", "trajectories": "3", "dead letters": "4", "compare": "5"}
 """Views of the dashboard besides the one it opens with → the key of each."""
 NAMES = {"dead letters": "letters"}
-"""In the page's address."""
+"""Names in the page's address."""
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 KEYS = ("Enter", "Escape", "Tab", "Backspace", "Home", "End", "ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight")
 """Besides keys that write one character."""

@@ -307,7 +307,7 @@ class InFlightEstimate:
         """Not ended, or ended after the heartbeat."""
 
     def tokens(self, reported: int) -> int:
-        """In flight now, where the newest heartbeat reported `reported`."""
+        """Return the tokens in flight now, given `reported` of the newest heartbeat."""
         return max(0, reported - self._removed) + self._added
 
     def begin(self, request: PendingRequest) -> None:
@@ -333,5 +333,7 @@ class InFlightEstimate:
         self._added = sum(one.tokens for one in since if one.ended_at is None or one.sticky)
 
     def _is_reported(self, request: PendingRequest) -> bool:
-        """In doubt a request without an episode counts as reported: counted twice, it outweighs many new episodes."""
+        """Return True if a heartbeat has reported the request. One without an episode counts as reported: counted
+        twice, it outweighs many new episodes.
+        """
         return request.sent_at < self._heartbeat_at - (TRAVEL_S if request.sticky else 0.0)

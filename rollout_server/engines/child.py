@@ -95,7 +95,7 @@ class Child:
         return "" if status is None else describe_exit(status)
 
     def _log(self, start: int) -> str:
-        """From byte `start` on; empty where there is none."""
+        """Return the log from byte `start` on; empty if there is none."""
         try:
             with self.log_path.open("rb") as file:
                 file.seek(start)

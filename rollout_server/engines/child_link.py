@@ -29,7 +29,7 @@ LINE_LIMIT_BYTES = 256 << 20
 STOP_S = 5.0
 """Between telling a child to end and killing it."""
 LAST_WORDS_S = 1.0
-"""From the end of the connection to the end of the process."""
+"""Time from the end of the connection to the end of the process."""
 
 
 class Link:

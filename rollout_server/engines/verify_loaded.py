@@ -43,7 +43,7 @@ class Comparison:
 
     @property
     def reasons_text(self) -> str:
-        """For a log line: `` (quantised: 12, split or packed: 3)``; empty where all were compared."""
+        """Return text for a log line: `` (quantised: 12, split or packed: 3)``; empty where all were compared."""
         counts = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.items())
         return f" ({counts})" if counts else ""
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def batched_app(batcher: Batcher[Any, Any], model: str, metrics: Metrics) -> FastAPI:
-    """Its lifespan starts and stops the batcher."""
+    """Return an app whose lifespan starts and stops the batcher."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -84,7 +84,7 @@ class TokenScorer:
         logger.info("%s: up to %d tokens, logits %s", model, self.max_tokens, "in tiles" if self._tiled else "whole")
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """From any thread."""
+        """Return the ids of a text. Safe from any thread."""
         with self._tokenizer_turn:
             ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids

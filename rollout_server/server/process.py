@@ -47,7 +47,7 @@ class ServerJob:
     """Settings of one rollout server."""
 
     name: str
-    """Its id in the registry; a restarted server has the same one."""
+    """Id in the registry; a restarted server has the same one."""
     run: RunContext
     """Every route requires its token."""
     config: RolloutConfig
@@ -59,7 +59,7 @@ class ServerJob:
     fetch_dir: Path | None = None
     """Folder of this server alone, for weights fetched over HTTP and merged adapters; None: in `log_dir`."""
     evaluates: bool = False
-    """It serves evaluations only, and keeps its weights during one."""
+    """True if it serves evaluations only, and keeps its weights during one."""
     drain_s: float = DRAIN_S
     """Longest time that requests in flight may take when the server stops."""
     metrics_token: str = field(default="", repr=False)

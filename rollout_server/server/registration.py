@@ -21,7 +21,7 @@ QUEUE_S = 5.0
 LOOK_AGAIN_S = 0.1
 """Between two looks at a server of another build that may give way."""
 UNDECIDED_S = 10.0
-"""It has so long to do so: more than a call to the queue takes, and than the entry of a dead server is kept."""
+"""Time to decide: more than a call to the queue takes, and than the entry of a dead server is kept."""
 T = TypeVar("T")
 
 

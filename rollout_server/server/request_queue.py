@@ -66,7 +66,7 @@ class RequestQueue:
         self.answered = 0
         """Answers that were completed."""
         self.is_rejecting = False
-        """Those that wait for a slot end as ``abort``: the engine is about to sleep, or does."""
+        """True while the engine sleeps or is about to: queued requests end as ``abort``."""
         self.idle = asyncio.Event()
         self.idle.set()
         self._slots = asyncio.Semaphore(slots)

@@ -32,7 +32,7 @@ class Row(Live):
     """A request, and where its keys and values are."""
 
     ids: list[int]
-    """Its context: the prompt and what was sampled."""
+    """Context of the row: the prompt and the sampled ids."""
     fed: int = 0
     """Number of ids that have keys and values."""
     new: int = 0
@@ -158,7 +158,7 @@ class KVCache:
 
     @property
     def buckets(self) -> Iterator[Bucket]:
-        """Those with rows in use."""
+        """Yield the buckets with rows in use."""
         return (bucket for bucket in self._buckets.values() if bucket.rows)
 
     @property

@@ -56,7 +56,7 @@ H = TypeVar("H")
 
 
 class LiveRequests(Generic[L]):
-    """By name. `on_finish` is called, in whatever thread, when one has ended."""
+    """Running requests by name. `on_finish` is called, in whatever thread, when one has ended."""
 
     def __init__(self, on_finish: Callable[[], None]) -> None:
         self._live: dict[str, L] = {}
@@ -173,8 +173,10 @@ class Record:
     routed_from: int | None = None
     """Position in the context from which on routed experts are asked for; None: of none."""
     routed: list[NDArray[Any]] = field(default_factory=list)
-    """By sample, added before it: rows of the positions that no sample before it has, up to the pass that sampled it.
-    Never changed: what a later pass of the same positions chooses, of other weights, is not what sampled this token."""
+    """Routes by sample, added before it: rows of the positions that no sample before it has, up to the pass that
+    sampled it. Never changed: what a later pass of the same positions chooses, of other weights, is not what sampled
+    this token.
+    """
 
     def append(self, token: int, logprob: float, version: int) -> None:
         if not self.cuts or self.cuts[-1][1] != version:
@@ -210,7 +212,7 @@ class Sampler:
         return ids[:, 0]
 
     def _point(self, record: Record) -> float:
-        """In [0, 1): where in the distribution the draw falls."""
+        """Return the draw, a number in [0, 1)."""
         if record.sampling.seed is None:
             return self._random.random() * BELOW_ONE
         # By position, not by order of calls: an answer that continues elsewhere draws the same there.

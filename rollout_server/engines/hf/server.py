@@ -112,7 +112,7 @@ class HFServer:
         return Batcher(self.model, self.config, seed, self._wake)
 
     def _wake(self) -> None:
-        """In whatever thread: what has ended is sent at once."""
+        """Send what has ended at once. Called in whatever thread."""
         self._loop.call_soon_threadsafe(self._finished.set)
 
     def info(self) -> EngineInfo:

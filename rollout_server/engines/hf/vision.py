@@ -30,7 +30,7 @@ class Seeing(Live):
     """One request."""
 
     ids: list[int] = field(default_factory=list)
-    """Its context, prompt and what was sampled."""
+    """Context of the row: the prompt and the sampled ids."""
     images: Sequence[ImageRef] = ()
     cache: Any = None
     """None: the whole context is to be computed."""

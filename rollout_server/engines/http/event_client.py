@@ -147,7 +147,7 @@ class EventClient:
         self._open.add(connection)
 
     def finished(self, connection: _EventConnection, *, may_be_kept: bool) -> None:
-        """Its response is whole."""
+        """Take note that the response of a connection is complete."""
         if may_be_kept and self._address.keep_s:
             self._idle.append(connection)
         else:

@@ -27,7 +27,7 @@ from penstock.rollout_server.protocol import EngineError
 
 logger = logging.getLogger(__name__)
 HELP_S = 180.0
-"""For an import of everything that the server is made of, on a busy machine."""
+"""Deadline of `--help`, which imports everything that the server is made of, on a busy machine."""
 ONLINE = ("fp8",)
 """Quantisations that engines compute from unquantised weights, at a start and at each update."""
 

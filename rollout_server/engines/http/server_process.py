@@ -62,7 +62,7 @@ class Product:
     title: str
     """Name of the product in messages."""
     key: str
-    """In settings, folders and scripts: ``rollout.KEY_python``, ``.venv-KEY``, ``scripts/setup-KEY``."""
+    """Name in settings, folders and scripts: ``rollout.KEY_python``, ``.venv-KEY``, ``scripts/setup-KEY``."""
     floor: tuple[int, ...]
     """The oldest version that will do."""
     ceiling: tuple[int, ...]
@@ -167,9 +167,9 @@ class ChildServer(Child, ABC):
         super().__init__(self.product.title, log_dir / f"{self.product.key}.log")
         self.config, self.model, self.seed = config, model, seed
         self.http: aiohttp.ClientSession
-        """For control calls."""
+        """Client for control calls."""
         self.events: EventClient
-        """For answers."""
+        """Client for answers."""
         self.streams: set[AnswerStream] = set()
         """Answers that are being read."""
         self.folder = Path()

@@ -75,7 +75,9 @@ def shown_as_folder(file: int, folder: Path) -> Iterator[Path]:
 
 
 class SGLangWeights(HttpWeights[Fetched]):
-    """By files, of which some are in memory alone, and by the checksums that SGLang reports afterwards."""
+    """Loads weights from files, of which some are in memory alone, and compares the checksums that SGLang reports
+    afterwards.
+    """
 
     version_path = "/model_info"
 

@@ -45,7 +45,9 @@ class ImageReader(LinkedChild):
             raise
 
     async def read(self, images: Sequence[ImageRef]) -> list[SeenImage]:
-        """In order. Raises `BadRequest` naming the one that cannot be read or is none, `EngineError`."""
+        """Return the images in order. Raises `BadRequest` naming the one that cannot be read or is none,
+        `EngineError`.
+        """
         return [await self._one(image, f"images.{number}") for number, image in enumerate(images)]
 
     async def _one(self, image: ImageRef, field: str) -> SeenImage:

@@ -28,7 +28,7 @@ READ_POLL_S = 0.01
 STAGE_S = 30.0
 """Beside a broadcast's own deadline."""
 GIVE_UP_S = 5.0
-"""For ending the session of a swap that was cancelled: the engine ends soon after."""
+"""Deadline for ending the session of a cancelled swap: the engine ends soon after."""
 PAUSES = {
     "keep": "mode=keep&clear_cache=false",
     "recompute": "mode=keep&clear_cache=true",
@@ -40,7 +40,7 @@ NO_VERSION = "none"
 
 
 class VLLMWeights(HttpWeights[Manifest]):
-    """By our weight-transfer engine in vLLM's workers (`worker`), which receives manifests.
+    """Loads weights through our weight-transfer engine in vLLM's workers (`worker`), which receives manifests.
 
     vLLM has one session of updates at a time, and a swap has one from its first byte until the weights are loaded. A
     broadcast may begin meanwhile: it is staged in that session, which it leaves as it is, or else in one of its own.
