@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -51,6 +51,29 @@ def bucket_memory(nbytes: int) -> torch.Tensor:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return spare_memory(nbytes)
+
+
+def on_host(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Each of `pieces` of a GPU in `dtype`, cast there, in pinned memory; valid until the next is asked for.
+
+    One is under way while the one before is used. A piece that is yielded has arrived.
+    """
+    longest = max(map(len, pieces), default=0)
+    two = [torch.empty(longest, dtype=dtype, pin_memory=True) for _ in range(2)]
+
+    def start(number: int) -> tuple[torch.Tensor, torch.cuda.Event]:
+        target, arrived = two[number % 2][: len(pieces[number])], torch.cuda.Event()
+        target.copy_(pieces[number].to(dtype), non_blocking=True)
+        arrived.record()
+        return target, arrived
+
+    under_way = [start(number) for number in range(min(1, len(pieces)))]
+    for number in range(1, len(pieces) + 1):
+        target, arrived = under_way.pop()
+        if number < len(pieces):
+            under_way.append(start(number))
+        arrived.synchronize()
+        yield target
 
 
 def two_buckets(nbytes: int, bucket_bytes: int) -> Iterator[torch.Tensor]:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.weight_sync.broadcast.memory import on_host
 from penstock.weight_sync.files.delta import Gaps, Positions, words_of
-from penstock.weight_sync.files.file_format import host_copy
 
 MOVED_VALUES = 1 << 24
 """Brought to the host at once."""
@@ -45,8 +45,9 @@ class ShareChanges:
         `number`: of the tensor. `fresh` may be on any device, in any dtype.
         """
         begin = self._begins[number]
-        for old, moved in zip(held.split(MOVED_VALUES), fresh.split(MOVED_VALUES), strict=True):
-            new = moved if moved.is_cpu else host_copy(moved, held.dtype)
+        pieces = fresh.split(MOVED_VALUES)
+        moved = pieces if fresh.is_cpu else on_host(pieces, held.dtype)
+        for old, new in zip(held.split(MOVED_VALUES), moved, strict=True):
             if self.base is None:
                 old.copy_(new)
             else:

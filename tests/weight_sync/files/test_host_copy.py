@@ -23,8 +23,10 @@ VALUES = 3 << 20
 class Crossings(TorchDispatchMode):
     """Dtypes and values of what an operation brings from one device to another."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: list[str] | None = None) -> None:
+        """`steps`: notes the copies that the host does not wait for."""
         super().__init__()
+        self._steps = [] if steps is None else steps
         self.crossed: list[tuple[Any, Any, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -34,6 +36,8 @@ class Crossings(TorchDispatchMode):
             for tensor in tree_leaves(source):
                 if isinstance(tensor, torch.Tensor) and tensor.device != result.device:
                     self.crossed.append((tensor.dtype, result.dtype, result.numel()))
+                    if func is torch.ops.aten.copy_.default and args[2:] == (True,):
+                        self._steps.append("copies")
         return result
 
 
@@ -41,6 +45,29 @@ def replace_share(weights: Any, *, base: int | None) -> None:
     with unset_fake_temporarily():
         changes = share_changes.ShareChanges(base, [VALUES])
     changes.replace(0, torch.empty(VALUES, dtype=torch.bfloat16), weights)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens to the pieces of a share, in order; an event must be recorded after the last copy."""
+    done = list[str]()
+
+    class Event:
+        def record(self) -> None:
+            assert done[-1] == "copies"
+
+        def synchronize(self) -> None:
+            done.append("waits")
+
+    def compare(marks: Any, old: Any, new: Any) -> None:
+        """Fake tensors have no values that could be compared."""
+        done.append("compares")
+        old.copy_(new)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(share_changes, "_compare", compare)
+    monkeypatch.setattr(share_changes, "MOVED_VALUES", 1 << 20)
+    return done
 
 
 @pytest.mark.parametrize(
@@ -53,15 +80,19 @@ def replace_share(weights: Any, *, base: int | None) -> None:
     ],
     ids=["gathered", "spread", "first share", "next share"],
 )
-def test_float32_weights_on_a_gpu_reach_the_host_as_bfloat16(
-    monkeypatch: pytest.MonkeyPatch, publish: Callable[[Any], Any]
-) -> None:
-    # Fake tensors have no values that could be compared.
-    monkeypatch.setattr(share_changes, "_compare", lambda marks, old, new: old.copy_(new))
-    with FakeTensorMode(allow_non_fake_inputs=True), Crossings() as crossings:
+def test_float32_weights_on_a_gpu_reach_the_host_as_bfloat16(steps: list[str], publish: Callable[[Any], Any]) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), Crossings(steps) as crossings:
         publish(torch.empty(VALUES, device="cuda", dtype=torch.float32))
     assert {(source, target) for source, target, _ in crossings.crossed} == {(torch.bfloat16, torch.bfloat16)}
     assert sum(values for _, _, values in crossings.crossed) == VALUES
+
+
+def test_share_is_brought_to_the_host_while_the_piece_before_is_compared(steps: list[str]) -> None:
+    """And none is read before it arrived: one wait for each."""
+    with FakeTensorMode(allow_non_fake_inputs=True), Crossings(steps):
+        replace_share(torch.empty(VALUES, device="cuda", dtype=torch.float32), base=3)
+    first, between, last = ["copies"], ["copies", "waits", "compares"], ["waits", "compares"]
+    assert steps == [*first, *between, *between, *last]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
