@@ -2,7 +2,7 @@
 
 How much arithmetic a step is, and what share of the device's peak that was (model FLOPs utilisation).
 
-    forward of L tokens = 2 · P · L + 2 · layers · heads · D · Σ_r L_r²      P: weights of matrices, half of each square
+    forward of L tokens = 2 · P · L + 2 · heads · Σ_layers D · Σ_r L_r²      P: weights of matrices, half of each square
     forward and backward = 3 · forward; 2 · forward where only LoRA's matrices need gradients of weights
 
 Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B; of the update alone, without scoring and without what is
@@ -183,7 +183,7 @@ class Flops:
     """Weights of matrices inside the layers."""
     head: int
     attention: int
-    """layers · heads · D"""
+    """heads · Σ D over the layers"""
     learns_all: bool
 
     @classmethod
@@ -196,9 +196,8 @@ class Flops:
         body = _matrices(model, head)
         if body is None:
             return None
-        heads = config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(body, head.weight.numel() if head else 0, config.num_hidden_layers * heads * width, learns_all)
+        attention = config.num_attention_heads * sum(head_sizes(config))
+        return cls(body, head.weight.numel() if head else 0, attention, learns_all)
 
     def of_update(self, tokens: int, sampled: int, squares: int) -> float:
         """Forward and backward of `tokens`, of which `sampled` go through the head; `squares` is Σ_r L_r²."""
@@ -224,6 +223,12 @@ def _matrices(model: PreTrainedModel, head: nn.Module | None) -> int | None:
         elif not isinstance(part, nn.Embedding):
             total += sum(one.numel() for name, one in own if name == "weight" and one.dim() == 2)
     return total
+
+
+def head_sizes(config: Any) -> list[int]:
+    """D of each layer; Gemma 4 has another one in layers without a window."""
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    return [getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads for one in layers]
 
 
 def peak_tflops(given: float | None, device: torch.device, dtype: str) -> float | None:

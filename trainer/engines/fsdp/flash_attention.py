@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.attention
 from torch import Tensor
 
+from penstock.trainer.engine import head_sizes
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.attention import HALF, VisibleKeys, attend_by_kernel
 from penstock.trainer.engines.fsdp.models import Policy
@@ -78,7 +80,7 @@ def use_flash(policy: Policy, dtype: torch.dtype, device: torch.device) -> None:
         dtype=dtype,
         packed=policy.rows.layout is RowLayout.PACKED and policy.rows.attention == attention.NAME,
         sees_images=policy.vision is not None,
-        one_head_size=not any(getattr(policy.model.config.get_text_config(), name, None) for name in OTHER_SIZES),
+        one_head_size=_has_one_head_size(policy.model.config.get_text_config()),
         listed=IMPLEMENTATION in getattr(torch.nn.attention, "list_flash_attention_impls", list)(),
         installed=find_spec(PACKAGE) is not None,
         active=getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)(),
@@ -90,6 +92,12 @@ def use_flash(policy: Policy, dtype: torch.dtype, device: torch.device) -> None:
         logger.log(level, "attention kernel: torch's own, not %s: %s", IMPLEMENTATION, declined)
 
 
+def _has_one_head_size(config: Any) -> bool:
+    if not hasattr(config, "num_attention_heads"):
+        return True
+    return len(set(head_sizes(config))) == 1 and not any(getattr(config, name, None) for name in OTHER_SIZES)
+
+
 def _tried(policy: Policy, dtype: torch.dtype, device: torch.device) -> str:
     """Leaves it activated where it agrees. It may be already, by another engine of this process."""
     config = policy.model.config.get_text_config()
@@ -97,7 +105,7 @@ def _tried(policy: Policy, dtype: torch.dtype, device: torch.device) -> str:
     shape = Heads(
         heads,
         getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_sizes(config)[0],
         getattr(config, "sliding_window", None),
     )
     if torch.nn.attention.current_flash_attention_impl() is not None:

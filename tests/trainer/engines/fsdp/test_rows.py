@@ -89,6 +89,22 @@ def test_what_a_model_decides_from_the_whole_call_is_decided_for_each_row(
     assert policy.rows.layout is layout
 
 
+@pytest.mark.parametrize("global_head_dim", [8, 16])
+def test_gemma_4_trains_with_heads_of_several_sizes(tmp_path: Path, ranks: Ranks, global_head_dim: int) -> None:
+    """Layers without a window have heads of their own size; the engine starts, its rows are exact, its weights learn.
+    Attention is counted by the size of each layer's heads."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0}
+    family = Family("Gemma 4", "Gemma4", {**layers, **inputs, "global_head_dim": global_head_dim})
+    engine = FSDPEngine(family.save(tmp_path), TrainerConfig(lr=1e-3), ranks)
+    assert max(gaps(engine.policy, str(tmp_path))) <= SAME
+    assert engine.flops is not None
+    assert engine.flops.attention == 4 * (8 + global_head_dim)
+    pack = join_rows(tiny_rows())
+    losses = [engine.update([pack], lambda _, outputs: -outputs.logprobs.sum(), 90.0, step).loss for step in range(3)]
+    assert losses[2] < losses[0]
+
+
 @pytest.mark.parametrize("kind", ["Qwen3Next", "GptOss"])
 def test_rows_one_by_one_are_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     original = import_module(f"{INSIDE}.rows").TrialRows.by
