@@ -36,7 +36,14 @@ from typing import Any
 
 import yaml
 
-from penstock.common import NotPrivate, process_has_ended, process_identity, rewrite_jsonl, write_atomically
+from penstock.common import (
+    NotPrivate,
+    keep_logs_bounded,
+    process_has_ended,
+    process_identity,
+    rewrite_jsonl,
+    write_atomically,
+)
 from penstock.datasets import BadSpec, materialise_all
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
 from penstock.deploy.run.connection import (
@@ -176,6 +183,7 @@ async def _run_roles(
     beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [
         asyncio.create_task(reporter.run(), name="reporter"),
+        asyncio.create_task(keep_logs_bounded(run.logs), name="logs"),
         asyncio.create_task(until_interrupted(asyncio.current_task()), name="interrupt"),
         *(asyncio.create_task(helper, name="placement") for helper in placement.helpers(supervisor)),
     ]

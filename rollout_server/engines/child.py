@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
 
-from penstock.common import describe_exit
+from penstock.common import describe_exit, open_log
 
 
 def engine_logs(log_dir: Path, name: str) -> Path:
@@ -52,7 +50,7 @@ class Child:
     ) -> None:
         """Start `command` in its own session: Ctrl-C reaches the owner, who lets it finish what is in flight."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open_private(self.log_path) as log:
+        with open_log(self.log_path) as log:
             self._log_start = log.tell()
             self.process = await asyncio.create_subprocess_exec(
                 *command,
@@ -102,10 +100,3 @@ class Child:
                 return file.read().decode(errors="replace")
         except OSError:
             return ""
-
-
-def open_private(path: Path, mode: Literal["ab", "wb"] = "ab") -> BinaryIO:
-    """A log that only this user can read, also where the file was there before: servers write their keys into it."""
-    file = open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))  # noqa: SIM115
-    os.fchmod(file.fileno(), 0o600)
-    return file

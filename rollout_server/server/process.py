@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import secrets
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,10 +18,18 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
-from penstock.common import HttpServer, cancel_and_wait, listen, process_identity, uncollected, url_of
+from penstock.common import (
+    HttpServer,
+    cancel_and_wait,
+    keep_logs_bounded,
+    listen,
+    process_identity,
+    uncollected,
+    url_of,
+)
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import find_model
-from penstock.rollout_server.engines.child import engine_logs, open_private
+from penstock.rollout_server.engines.child import engine_logs
 from penstock.rollout_server.engines.registry import MakeEngine, make_engine
 from penstock.rollout_server.protocol import EngineError
 from penstock.rollout_server.server.engine_devices import EngineDevices
@@ -37,9 +43,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 DRAIN_S = 20.0
 HTTP_STOP_S = 5.0
-LOGS_S = 30.0
-MAX_LOG_BYTES = 16 << 20
-KEPT_LOGS = 2
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ async def _run(
     """
     serving = asyncio.create_task(http.wait())
     leaving = asyncio.create_task(drain.wait())
-    bounding = asyncio.create_task(_keep_logs_bounded(_log_dir(job)))
+    bounding = asyncio.create_task(keep_logs_bounded(_log_dir(job)))
     try:
         await asyncio.wait({serving, running, leaving}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -188,34 +191,5 @@ def _model_folder(model: str) -> Path:
         raise WeightsRefused(str(error)) from error
 
 
-# engine logs -------------------------------------------------------------------------------------------------------
 def _log_dir(job: ServerJob) -> Path:
     return engine_logs(job.log_dir, job.name)
-
-
-async def _keep_logs_bounded(folder: Path) -> None:
-    while True:
-        try:
-            await asyncio.to_thread(bound_logs, folder)
-        except OSError as error:
-            logger.warning("engine logs in %s not bounded: %s", folder, error)
-        await asyncio.sleep(LOGS_S)
-
-
-def bound_logs(folder: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
-    """Rotates every ``*.log`` of `folder` longer than `max_bytes`, and keeps the `KEPT_LOGS` last ones.
-
-        engine-hf.log ──copied, then truncated──► engine-hf.log.1 ──► .2 ──► deleted
-
-    Truncated in place, not renamed: a running engine has the file open, and appends at the end wherever the end is.
-    """
-    for log in folder.glob("*.log"):
-        if log.stat().st_size <= max_bytes:
-            continue
-        for number in range(KEPT_LOGS, 1, -1):
-            older = log.with_name(f"{log.name}.{number - 1}")
-            if older.exists():
-                older.replace(log.with_name(f"{log.name}.{number}"))
-        with log.open("rb") as current, open_private(log.with_name(f"{log.name}.1"), "wb") as copy:
-            shutil.copyfileobj(current, copy)
-        os.truncate(log, 0)

@@ -21,7 +21,6 @@ from tests.rollout_server.conftest import (
 )
 
 from penstock.rollout_server import Chunk, EngineError, EngineInfo, GenerateRequest, RolloutClient, Sampling
-from penstock.rollout_server.server.process import KEPT_LOGS, bound_logs
 from penstock.rollout_server.server.request_queue import QUEUE_PER_SLOT
 from penstock.testing import FakeEngine, fake_manifest
 from penstock.transfer_queue import Announcement, QueueUnavailable, ServerInfo
@@ -266,22 +265,6 @@ async def test_engine_that_never_answered_is_waited_for_ever_longer(
                 assert (await server.post(body(3))).status_code == 200
     assert rests[0] < rests[1] < rests[2]
     assert rests[3] < rests[1]
-
-
-def test_engine_logs_are_rotated_and_bounded(tmp_path: Path) -> None:
-    log = tmp_path / "engine-hf.log"
-    log.touch(mode=0o600)
-    with log.open("ab") as written_to:
-        for life in range(6):
-            written_to.write(b"%d" % life * 100)
-            written_to.flush()
-            bound_logs(tmp_path, max_bytes=150)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["engine-hf.log", *(f"engine-hf.log.{number}" for number in range(1, KEPT_LOGS + 1))]
-    assert log.read_bytes() == b""
-    assert [(tmp_path / f"engine-hf.log.{number}").read_bytes()[:1] for number in (1, 2)] == [b"4", b"2"]
-    assert all(path.stat().st_size <= 250 for path in tmp_path.iterdir())
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
 # builds of engines ---------------------------------------------------------------------------------------------------
