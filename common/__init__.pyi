@@ -51,7 +51,6 @@ from .http_server import serve as serve
 from .http_server import url_host as url_host
 from .http_server import url_of as url_of
 from .huge_pages import huge_area as huge_area
-from .log_files import bound_logs as bound_logs
 from .log_files import keep_logs_bounded as keep_logs_bounded
 from .log_files import open_log as open_log
 from .process import ProcessTable as ProcessTable

@@ -1,3 +1,4 @@
+from .bwrap.cgroups import remove_abandoned_cgroups as remove_abandoned_cgroups
 from .bwrap.sandbox import UID_BASE as UID_BASE
 from .config import SandboxConfig as SandboxConfig
 from .idempotency import as_call as as_call

@@ -14,7 +14,8 @@ def clean(
         typer.Option(help="Also what boxes left at the sandbox provider, or Docker engine, of this recipe."),
     ] = None,
 ) -> None:
-    """Remove what killed runs of this user left in this machine's shared memory; living runs keep theirs.
+    """Remove what killed runs of this user left in this machine's shared memory, and the cgroups of their boxes; living
+    runs keep theirs.
 
     A start of a run does so too. Needed after a run and its supervisor were killed at once (SIGKILL, out of memory).
     With --recipe also boxes at the provider that its `sandbox` section names, and containers and images of snapshots
@@ -24,6 +25,7 @@ def clean(
     Example: penstock clean --recipe recipes/swe/sandbox.yaml
     """
     from penstock.deploy.run.weights_folder import SHARED_MEMORY, living_folders, remove_abandoned
+    from penstock.sandbox import remove_abandoned_cgroups
 
     removed = remove_abandoned()
     for folder in removed:
@@ -32,6 +34,8 @@ def clean(
         print(f"kept {path}: its run lives")
     if not removed:
         print(f"nothing of a killed run in {SHARED_MEMORY}")
+    if boxes := remove_abandoned_cgroups():
+        print(f"removed the cgroups of {boxes} boxes whose process is gone")
     if recipe is not None:
         _clean_boxes(recipe)
 

@@ -159,6 +159,21 @@ def open_cgroups(
     return None, reason
 
 
+def remove_abandoned_cgroups(root: Path = ROOT, membership: str | None = None) -> int:
+    """Clears away the groups of boxes whose process is gone, whichever run's they are. Returns the number of boxes."""
+    if (root / "cgroup.controllers").exists():
+        version, trees = 2, [(group / "penstock",) for group in _usable(root, membership)]
+    else:
+        version, trees = 1, [tuple(root / controller / "penstock" for controller in _CONTROLLERS)]
+    boxes = 0
+    for tree in trees:
+        for owner in {path.name for parent in tree for path in _subdirectories(parent)}:
+            maker = CgroupMaker(version, tuple(parent / owner for parent in tree), SandboxConfig())
+            boxes += maker.reap()
+            maker.close()
+    return boxes
+
+
 def _proven(maker: CgroupMaker) -> tuple[CgroupMaker | None, str]:
     """A box's first process enters its group by itself: the right to make groups is not the right to enter them."""
     try:

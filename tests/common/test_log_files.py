@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.until import until
 
-from penstock.common import bound_logs, keep_logs_bounded
-from penstock.common.log_files import KEPT_LOGS
+from penstock.common import keep_logs_bounded
+from penstock.common.log_files import KEPT_LOGS, bound_logs
 
 
 def test_logs_are_rotated_and_bounded(tmp_path: Path) -> None:

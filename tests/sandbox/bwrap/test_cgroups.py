@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.sandbox import SandboxConfig
-from penstock.sandbox.bwrap.cgroups import CgroupMaker, open_cgroups
-from penstock.sandbox.owner import process_start
+from penstock.sandbox.bwrap.cgroups import CgroupMaker, open_cgroups, remove_abandoned_cgroups
+from penstock.sandbox.owner import process_start, this_process
 
 CONFIG = SandboxConfig(memory_mb=100, pids=10, cpus=0.5)
 
@@ -77,6 +77,21 @@ def test_cgroups_only_groups_of_dead_makers_are_reaped(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert maker.reap() == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([mine, "not-ours"])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_cgroups_of_all_killed_owners_are_removed(version: int, tmp_path: Path) -> None:
+    controllers = ("memory", "pids", "cpu") if version == 1 else ("",)
+    if version == 2:
+        (tmp_path / "cgroup.controllers").write_text("memory pids cpu")
+        (tmp_path / "cgroup.procs").touch()
+    for controller in controllers:
+        for name in ("run-a/999999999-5-0", "run-a/999999999-5-1", f"run-b/{this_process()}-0-0"):
+            (tmp_path / controller / "penstock" / name).mkdir(parents=True)
+    assert remove_abandoned_cgroups(tmp_path, "0::/") == 2
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*-0"))
+    assert left == sorted(str(Path(c, "penstock", "run-b", f"{this_process()}-0-0")) for c in controllers)
+    assert not list(tmp_path.rglob("run-a"))
 
 
 def test_cgroups_reaping_beside_another_who_removes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
