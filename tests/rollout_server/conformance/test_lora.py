@@ -58,7 +58,7 @@ class Setting:
 
     async def load(self, manifest: dict[str, Any]) -> int:
         version = self.announce(manifest)
-        await self.server.until(lambda: self.server.queue.registered["s0"].version == version)
+        await self.server.until(lambda: self.server.queue.registered["s0"].version == version, 300)
         return version
 
     async def ask(self, count: int = 16, temperature: float = 0.0) -> Generation:
@@ -89,7 +89,7 @@ async def setting(subject: Subject, reference: Reference, tmp_path: Path) -> Asy
     queue = RunQueue()
     job = {"config": subject.engine.config, "model": subject.model}
     async with rollout_server(queue, tmp_path, new_engine=lambda *_: Borrowed(subject, version), **job) as server:
-        client = RolloutClient(queue, TOKEN, timeout_s=60)
+        client = RolloutClient(queue, TOKEN, timeout_s=400)
         yield Setting(server, client, publisher, subject.versions, subject.long, subject.name)
         await client.close()
 
@@ -126,24 +126,30 @@ async def test_each_adapter_changes_what_is_sampled_and_replaces_the_one_before(
 
 
 IN_FLIGHT = 8
-"""Answers at once: together they take seconds, longer than an adapter takes to arrive."""
 
 
 async def test_requests_in_flight_go_on_over_an_adapter(setting: Setting, policy: PeftPolicy) -> None:
-    for seed in range(9, 12):
+    for seed in range(9, 14):
         before = copy.deepcopy(policy)
         old = await setting.load(setting.publish(policy))
         policy.train(2, seed=seed)
         manifest = setting.publish(policy)
-        long = [asyncio.create_task(setting.ask(setting.long, temperature=1.0)) for _ in range(IN_FLIGHT)]
-        await setting.server.status("/health", lambda found: found["in_flight"] >= IN_FLIGHT)
-        await asyncio.sleep(0.1)
+        answers: list[Generation] = []
+        swapped = asyncio.Event()
+
+        async def ask_again(answers: list[Generation] = answers, swapped: asyncio.Event = swapped) -> None:
+            while not swapped.is_set():  # however long the adapter takes, answers are under way when it comes
+                answers.append(await setting.ask(setting.long, temperature=1.0))
+
+        asking = [asyncio.create_task(ask_again()) for _ in range(IN_FLIGHT)]
+        await setting.server.status("/health", lambda found: found["in_flight"] > 0)
         new = await setting.load(manifest)
-        answers = await asyncio.gather(*long)
+        swapped.set()
+        await asyncio.gather(*asking)
         versions = [[version for version, _, _ in answer.version_spans] for answer in answers]
-        assert all(seen in ([old], [old, new]) for seen in versions)
+        assert all(seen in ([old], [old, new], [new]) for seen in versions)
         if [old, new] in versions:
-            break  # else the merge had no core while all of them were sampled
+            break  # else all of them were between two answers
     answer = answers[versions.index([old, new])]
     swap = answer.version_spans[1][1]
     expected = before.logprobs(PROMPT, answer.token_ids[:swap])
@@ -209,7 +215,7 @@ async def test_over_http_the_adapter_alone_travels_and_nothing_is_left(tiny_mode
     queue, policy = RunQueue(), PeftPolicy(tiny_model)
     job = {"config": small_config(), "model": tiny_model, "new_engine": make_engine}
     async with rollout_server(queue, tmp_path, **job) as server:
-        client = RolloutClient(queue, TOKEN, timeout_s=60)
+        client = RolloutClient(queue, TOKEN, timeout_s=400)
         setting = Setting(server, client, publisher, itertools.count(1), 450, "hf")
         for seed in range(2):
             policy.train(2, seed)
