@@ -91,7 +91,11 @@ class Segments:
     def look(self) -> None:
         """Adds what living processes of the group have mapped now."""
         for pid in _others():
-            self._seen |= _mapped_by(pid)
+            self.add(pid)
+
+    def add(self, pid: int) -> None:
+        """Adds what this process has mapped now."""
+        self._seen |= _mapped_by(pid)
 
     def remove(self) -> None:
         """Removes those that still exist and that no process has mapped: the group may share one with a stranger."""

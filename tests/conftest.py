@@ -67,6 +67,7 @@ class FailurePrinter:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # a worker of xdist has no terminal
         config.pluginmanager.register(FailurePrinter(config), "failure-printer")
+    config.pluginmanager.import_plugin("tests.interruption")
 
 
 _cpu_before = 0.0
@@ -100,7 +101,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for report in reports:
             if hasattr(report, "duration"):
                 seconds[_area(report.nodeid)] += report.duration
-                cpu[_area(report.nodeid)] += report.cpu_s
+                cpu[_area(report.nodeid)] += getattr(report, "cpu_s", 0)  # not of a worker that ended in a test
     if not counts:
         return
     terminalreporter.section("areas")
