@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from pathlib import Path
 
 
@@ -29,6 +30,16 @@ def process_start(pid: int) -> str:
 
 
 def machine() -> str:
-    """Names this boot and process namespace, in which a pid means one process. Sixteen characters."""
+    """Names this boot and process namespace, in which a pid means one process. Sixteen characters.
+
+    Clones of a machine's snapshot have one boot id: host name and addresses of network devices tell them apart.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return hashlib.blake2b(f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}".encode(), digest_size=8).hexdigest()
+    parts = [boot, str(os.stat("/proc/self/ns/pid").st_ino), socket.gethostname(), *network_addresses()]
+    return hashlib.blake2b("/".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def network_addresses() -> list[str]:
+    """Of this machine's devices; those of containers come and go, and have no device behind them."""
+    files = sorted(Path("/sys/class/net").glob("*/address"))
+    return [file.read_text(encoding="ascii").strip() for file in files if (file.parent / "device").exists()]

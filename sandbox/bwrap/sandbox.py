@@ -30,6 +30,7 @@ from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot
 from penstock.sandbox.protocol import OWN_FOLDERS, BoxNeeds, SandboxError, Session, UnmetNeeds
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.snapshots import TMP, BoxCopy, copy_folders
+from penstock.sandbox.uids import UidBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ PYTHON = "/usr/bin/python3"
 """The system's: the interpreter that runs Penstock may lie where a box's uid cannot read."""
 UID_BASE = 1_879_048_192
 """Above every range that distributions and container engines hand out; 16 Mi uids from here."""
-_UIDS_PER_WORKER = 1024
+_UIDS = UidBlocks(UID_BASE, 1024, 16384)
 _SHM_BYTES = 16 << 20
 
 _UNMAPPED_ZERO = " --dev-bind /dev/full /dev/zero"
@@ -199,8 +200,11 @@ class BwrapSandbox(DriverSandbox):
 
 
 def _uid(slot: int) -> int | None:
-    """One that no other box on this machine has at this time; None where this process is not root: all have its own."""
-    return None if os.geteuid() != 0 else UID_BASE + os.getpid() % 16384 * _UIDS_PER_WORKER + slot % _UIDS_PER_WORKER
+    """One that no other box on this machine has at this time; None where this process is not root: all have its own.
+
+    Raises `SandboxError` where all are taken.
+    """
+    return None if os.geteuid() != 0 else _UIDS.uid(slot)
 
 
 def _as_uid(slot: int) -> list[str]:

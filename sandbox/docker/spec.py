@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from typing import Any
 
@@ -10,11 +9,14 @@ from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.docker.engine import DockerEngine, DockerImage
 from penstock.sandbox.limited import shared_folders
 from penstock.sandbox.protocol import ENTRYPOINT_VARIABLE, WORKDIR_VARIABLE
+from penstock.sandbox.uids import UidBlocks
 
 UID_BASE = 1_895_825_408
 """Right above the range of bubblewrap's boxes."""
-_UIDS_PER_WORKER = 1024
+_UIDS = UidBlocks(UID_BASE, 1024, 16384)
 _FIRST_REMAPPED_UID = 20_000
+_REMAPPED_UIDS = UidBlocks(_FIRST_REMAPPED_UID, 64, 703)
+"""As many as an engine that remaps uids has."""
 OPEN_FILES = 256
 NO_CORE = 1
 """Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
@@ -109,7 +111,5 @@ def keeper_of(remaps_uids: bool) -> str:
 
 
 def uid_of(slot: int, remaps_uids: bool) -> int:
-    """A uid that no other box on this machine has at this time, as far as the engine has that many."""
-    if remaps_uids:
-        return _FIRST_REMAPPED_UID + (os.getpid() * 64 + slot) % 45_000
-    return UID_BASE + os.getpid() % 16384 * _UIDS_PER_WORKER + slot % _UIDS_PER_WORKER
+    """A uid that no other box on this machine has at this time. Raises `SandboxError` where all are taken."""
+    return (_REMAPPED_UIDS if remaps_uids else _UIDS).uid(slot)

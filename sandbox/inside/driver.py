@@ -149,8 +149,23 @@ def _require_regular(fd: int, path: str) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise PermissionError(1, "not a regular file", path)
+    if any((status.st_dev, status.st_ino) == own for own in _own_files(fd)):
+        raise PermissionError(1, "not a regular file of the box", path)
     if os.path.isdir("/proc") and status.st_dev == os.stat("/proc").st_dev:
         raise PermissionError(1, "a file of /proc", path)
+
+
+def _own_files(but: int) -> list[tuple[int, int]]:
+    """Files that this process has open, such as its stderr: names like /dev/stderr and /dev/fd/2 lead there."""
+    files = []
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} if os.path.isdir("/proc/self/fd") else range(16):
+        try:
+            status = os.fstat(number)
+        except OSError:
+            continue
+        if number != but:
+            files.append((status.st_dev, status.st_ino))
+    return files
 
 
 def _checked(path: str, root: str | None) -> str:

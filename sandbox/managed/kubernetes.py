@@ -3,8 +3,8 @@
     KubernetesApi ──REST──► API server            a program in a pod: ──WebSocket (v4.channel.k8s.io)──► kubelet
 
 The cluster is the one of KUBECONFIG (or ~/.kube/config), or this pod's own. The account needs, in the namespace,
-`create`, `get`, `list` and `delete` of pods, `create` and `get` of pods/exec, and `create` of networkpolicies where
-boxes have no network.
+`create`, `get`, `list` and `delete` of pods, `create` and `get` of pods/exec, and `create` and `get` of
+networkpolicies where boxes have no network.
 A pod's name is made of its request, so a request that comes twice makes one pod.
 """
 
@@ -34,7 +34,7 @@ from penstock.sandbox.protocol import BoxNeeds, NoSuchImage, SandboxError, Sandb
 
 if TYPE_CHECKING:
     from aiohttp import ClientWebSocketResponse
-    from kubernetes.aio.client import ApiClient, CoreV1Api, V1Pod
+    from kubernetes.aio.client import ApiClient, CoreV1Api, NetworkingV1Api, V1Pod
 
 IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 POLL_S = 0.25
@@ -172,15 +172,33 @@ class KubernetesApi:
         try:
             if not self._config.managed.network:
                 policies = api.NetworkingV1Api(client)
-                with contextlib.suppress(AlreadyThere), self._translating("making a network policy"):
-                    await policies.create_namespaced_network_policy(
-                        self._namespace, deny_all(), _request_timeout=CALL_TIMEOUT_S
-                    )
+                try:
+                    with self._translating("making a network policy"):
+                        await policies.create_namespaced_network_policy(
+                            self._namespace, deny_all(), _request_timeout=CALL_TIMEOUT_S
+                        )
+                except AlreadyThere:
+                    await self._check_policy(client, policies)
         except BaseException:
             await client.close()
             raise
         self._exec_client = WsApiClient(settings, heartbeat=PING_S)
         self._client = client
+
+    async def _check_policy(self, client: ApiClient, policies: NetworkingV1Api) -> None:
+        """Raises `SandboxError` where the policy of our name is another one: boxes would have a network."""
+        wanted = deny_all()
+        name = wanted["metadata"]["name"]
+        with self._translating("reading a network policy"):
+            policy = await policies.read_namespaced_network_policy(
+                name, self._namespace, _request_timeout=CALL_TIMEOUT_S
+            )
+        spec = client.sanitize_for_serialization(policy.spec)
+        if {key: value for key, value in spec.items() if value} != wanted["spec"]:
+            raise SandboxError(
+                f"kubernetes: NetworkPolicy {name} in {self._namespace} is not the one that denies boxes the network:"
+                " delete it, and it is made anew"
+            )
 
     @contextlib.contextmanager
     def _translating(self, doing: str) -> Iterator[None]:

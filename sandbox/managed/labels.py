@@ -17,13 +17,13 @@ OWNER, MACHINE, PROCESS, MAKER, REQUEST, SESSION, ENDS = (
 
 
 def owner_labels(owner: str) -> dict[str, str]:
-    """Labels of every box of one run on this machine."""
-    return {**BOX, OWNER: label_value(owner), MACHINE: machine()}
+    """Labels of every box of one run, on whatever machine: a worker that starts again may be in a new pod."""
+    return {**BOX, OWNER: label_value(owner)}
 
 
 def process_labels(owner: str) -> dict[str, str]:
     """Labels of every box of this process."""
-    return {**owner_labels(owner), PROCESS: this_process()}
+    return {**owner_labels(owner), MACHINE: machine(), PROCESS: this_process()}
 
 
 def box_labels(owner: str, session_id: str, request: str, ttl_s: float) -> dict[str, str]:

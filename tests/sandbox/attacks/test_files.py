@@ -59,7 +59,7 @@ async def test_attack_writing_to_the_system(session: Session) -> None:
 
 async def test_attack_first_process_cannot_be_reached_by_its_own_proc(session: Session) -> None:
     """Files are opened by the box's first process: its /proc/self is not that of the code."""
-    await attack(session, "import os\nos.symlink('/proc/self/oom_score_adj', 'adj')")
+    await attack(session, "import os\nos.symlink('/proc/self/oom_score_adj', 'adj')\nos.symlink('/dev/fd/2', 'err')")
     for path in [
         "/proc/self/oom_score_adj",
         "/proc/self/mem",
@@ -67,6 +67,10 @@ async def test_attack_first_process_cannot_be_reached_by_its_own_proc(session: S
         "/proc/1/fd/0",
         "/proc/self/fd/3",
         "adj",
+        "/dev/stderr",
+        "/dev/fd/2",
+        "/proc/self/fd/2",
+        "err",
     ]:
         with pytest.raises(OSError, match=AWAY):
             await session.write_file(path, b"1000")

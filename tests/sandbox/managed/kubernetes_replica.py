@@ -37,6 +37,9 @@ class KubernetesReplica(Replica):
                 Route(f"{pods}/{{name}}", self.delete, methods=["DELETE"]),
                 WebSocketRoute(f"{pods}/{{name}}/exec", self.execute),
                 Route("/apis/networking.k8s.io/v1/namespaces/boxes/networkpolicies", self.forbid, methods=["POST"]),
+                Route(
+                    "/apis/networking.k8s.io/v1/namespaces/boxes/networkpolicies/{name}", self.policy, methods=["GET"]
+                ),
             ]
         )
 
@@ -87,6 +90,9 @@ class KubernetesReplica(Replica):
             return _status(409, "AlreadyExists")
         self.policies[policy["metadata"]["name"]] = policy
         return JSONResponse(policy, 201)
+
+    async def policy(self, request: Request) -> Response:
+        return JSONResponse(self.policies[request.path_params["name"]])
 
     async def execute(self, socket: WebSocket) -> None:
         """A program, its streams as channels 0 to 2, its end as a Status on channel 3."""

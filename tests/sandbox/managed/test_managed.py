@@ -19,6 +19,7 @@ from penstock.sandbox.config import SandboxServerConfig
 from penstock.sandbox.managed import KEYS, end_boxes_of_dead_processes
 from penstock.sandbox.managed.api import ApiUnavailable, CostLimit
 from penstock.sandbox.managed.labels import box_labels, is_abandoned, label_value
+from penstock.sandbox.managed.pods import deny_all
 from penstock.sandbox.managed.sandbox import ManagedSandbox
 from penstock.sandbox.protocol import NoSuchImage, SandboxBusy, UnmetNeeds
 
@@ -158,6 +159,41 @@ async def test_boxes_of_dead_processes_are_ended_whichever_runs_they_are() -> No
             assert await end_boxes_of_dead_processes(config) == 0
         finally:
             await living.close()
+
+
+async def test_orphans_of_a_pod_that_is_gone_end_past_their_time() -> None:
+    """A worker that starts again is on another machine, as far as it can tell."""
+    async with replica_of("kubernetes", CONFIG) as (replica, config):
+        before = ManagedSandbox(config, "tests")
+        await before.start("anything")
+        (asked,) = (box.asked for box in replica.boxes.values())
+        await before.close()
+        labels = {**box_labels("run-a", "s", "r", -60.0), "penstock-machine": "another"}
+        replica.make(labels, "base", {**asked, "metadata": {"name": "left", "labels": labels}}, "left")
+        sandbox = ManagedSandbox(config, "run-a")
+        try:
+            session = await sandbox.start("of the new pod")
+            await until(lambda: "left" not in replica.boxes)
+            await session.close()
+        finally:
+            await sandbox.close()
+
+
+@pytest.mark.parametrize("spec", [{"podSelector": {}, "policyTypes": ["Ingress"]}, None])
+async def test_network_policy_of_the_name_is_read(spec: dict | None) -> None:
+    """One that exists may let boxes out."""
+    async with replica_of("kubernetes", CONFIG) as (replica, config):
+        policy = deny_all()
+        replica.policies["penstock-boxes"] = {**policy, "spec": spec or policy["spec"]}
+        sandbox = ManagedSandbox(config, "tests")
+        try:
+            if spec is None:
+                assert (await (await sandbox.start("denied")).run(["true"])).exit_code == 0
+            else:
+                with pytest.raises(SandboxError, match=r"penstock-boxes.*delete it"):
+                    await sandbox.start("let out")
+        finally:
+            await sandbox.close()
 
 
 async def orphan(replica: Replica, owner: str) -> str:
