@@ -148,14 +148,15 @@ def _on_devices(config: RunConfig, states: float, served: float, gpu_bytes: int)
 
 
 def check_apart(config: RunConfig, count: int) -> Iterator[Check]:
-    """Under nccl: rank 0 sends from the first of `count` GPUs, and a server's first worker receives on its first."""
+    """Under nccl: the ranks send from the first of `count` GPUs, and a server's first worker receives on its first."""
     if config.rollout.weight_transport != "nccl" or config.rollout.engine != "vllm":
         return
     servers = range(config.rollout.servers + config.rollout.evaluation_server)
-    shared = [number for number in servers if places_of_server(config, number, count)[0] == 0]
-    found = "rank 0 and the workers that receive have GPUs of their own"
+    ranks = config.trainer.ranks
+    shared = [number for number in servers if places_of_server(config, number, count)[0] < ranks]
+    found = "the ranks and the workers that receive have GPUs of their own"
     if shared:
-        found = f"rollout server {shared[0]} receives on the GPU that rank 0 sends from, and NCCL takes each GPU once"
+        found = f"rollout server {shared[0]} receives on a GPU that a rank sends from, and NCCL takes each GPU once"
     yield Check("rollout.weight_transport", not shared, found, "set it to broadcast" if shared else "")
 
 

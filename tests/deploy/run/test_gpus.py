@@ -134,10 +134,12 @@ async def test_the_trainer_loads_after_the_engines_on_its_gpus(tmp_path, monkeyp
         (("rollout.servers=4",), 4, [False]),
         (("rollout.servers=1",), 1, [False]),
         (("rollout.servers=1", BY_TWO), 2, [True]),
+        (("rollout.servers=2", "trainer.ranks=2"), 4, [True]),
+        (("rollout.servers=2", "trainer.ranks=3", BY_TWO), 4, [False]),
         (("rollout.servers=1", "rollout.weight_transport=broadcast"), 1, []),
     ],
 )
-def test_nccl_is_refused_if_a_member_has_rank_0s_gpu(words: tuple[str, ...], count: int, sound: list[bool]) -> None:
+def test_nccl_is_refused_if_a_member_has_a_ranks_gpu(words: tuple[str, ...], count: int, sound: list[bool]) -> None:
     config = load_config(RECIPE, ["rollout.engine=vllm", "rollout.weight_transport=nccl", *words])
     assert config.rollout.manifest_transport == "broadcast"
     checks = list(check_apart(config, count))
