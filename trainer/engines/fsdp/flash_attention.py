@@ -23,6 +23,7 @@ from penstock.trainer.engine import head_sizes
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.attention import HALF, VisibleKeys, attend_by_kernel
 from penstock.trainer.engines.fsdp.models import Policy
+from penstock.trainer.engines.fsdp.rows import RowPlan
 from penstock.trainer.packing import RowLayout
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,11 @@ def declined_because(
 
 def use_flash(policy: Policy, dtype: torch.dtype, device: torch.device) -> None:
     """Activates what is chosen for this model, and logs it. Kernels that fail in the trial are not taken."""
+    if slow := row_loop_because(policy.rows, dtype, device):
+        logger.warning(
+            "attention goes through the rows of a pack one after the other, which is slow on a GPU: %s", slow
+        )
+        return
     declined = declined_because(
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         dtype=dtype,
@@ -90,6 +96,17 @@ def use_flash(policy: Policy, dtype: torch.dtype, device: torch.device) -> None:
     else:
         level = logging.INFO if device.type == "cuda" else logging.DEBUG
         logger.log(level, "attention kernel: torch's own, not %s: %s", IMPLEMENTATION, declined)
+
+
+def row_loop_because(rows: RowPlan, dtype: torch.dtype, device: torch.device) -> str:
+    """Why packed rows have no kernel on this GPU, and what gives them one; empty where they have it."""
+    if device.type != "cuda" or rows.layout is not RowLayout.PACKED or rows.attention != attention.NAME:
+        return ""
+    if dtype not in HALF:
+        return f"trainer.dtype is {str(dtype).removeprefix('torch.')}; set trainer.dtype=bfloat16"
+    if attention.KERNEL is None:
+        return f"varlen_attn of torch {torch.__version__} has no grouped heads and windows; install torch 2.13 or newer"
+    return ""
 
 
 def _has_one_head_size(config: Any) -> bool:

@@ -128,3 +128,27 @@ def test_an_engine_says_which_kernel_it_takes(
     with caplog.at_level(logging.DEBUG, f"{INSIDE}.flash_attention"):
         FSDPEngine(tiny_model, TrainerConfig(dtype="bfloat16"), ranks)
     assert "attention kernel: torch's own, not FA3: " in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_kernel", "words"),
+    [
+        (torch.float32, True, r"trainer\.dtype is float32; set trainer\.dtype=bfloat16"),
+        (torch.bfloat16, False, r"varlen_attn of torch .*; install torch 2\.13 or newer"),
+        (torch.bfloat16, True, None),
+    ],
+)
+def test_rows_one_after_the_other_on_a_gpu_are_told_once_with_the_fix(
+    tiny_model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dtype: Any,
+    has_kernel: bool,
+    words: str | None,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(f"{INSIDE}.attention.KERNEL", attend_by_row if has_kernel else None)
+    use_flash(load_policy(tiny_model, 1.0), dtype, torch.device("cuda"))
+    warned = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(warned) == (words is not None)
+    assert all(words and re.search(words, message) for message in warned)
