@@ -148,7 +148,8 @@ class RunConfig(BaseModel):
 
     @property
     def sleep_level(self) -> Literal[1, 2]:
-        """Of engines in the trainer's turn, after which a new version is loaded: a copy of the old one is waste.
+        """The sleep level of engines in the trainer's turn, after which a new version is loaded: a copy of the old one
+        is waste.
 
         SGLang decides at its start: without the copy it keeps the model's own weights, which no announcement brings
         back, on the device in the trainer's first turn. `hf` has its weights in host memory anyway.

@@ -46,7 +46,7 @@ TTL_HEADROOM_S = 300.0
 
 
 def ttl_of(episode_deadline_s: float | None) -> float:
-    """For how long without use the server keeps a session of an episode: 86,400 s at most, the server's own limit."""
+    """Return how long the server keeps an unused session of an episode: 86,400 s at most, the server's own limit."""
     return min((episode_deadline_s or 600.0) + TTL_HEADROOM_S, 86400.0)
 
 

@@ -152,8 +152,9 @@ def _shared_descriptors(deny: bytes) -> list[bytes]:
 
 
 def _uncounted_sockets(deny: bytes) -> list[bytes]:
-    """Of socket() and socketpair(): unix datagrams, which outlive the sender that they are counted with, and protocols
-    of the internet families without figures."""
+    """Return rules for socket() and socketpair(): unix datagrams, which outlive the sender that they are counted with,
+    and protocols of the internet families without figures.
+    """
     unix = [_step(_LOAD, _argument(1)), _step(_AND, _SOCK_TYPE)]
     unix += [_step(_JUMP_EQ, _SOCK_DGRAM, 1, 0), _step(_JUMP_EQ, _SOCK_RAW, 0, 1), deny]
     internet = [_step(_LOAD, _argument(2))]

@@ -144,7 +144,7 @@ class OneBoxSession(Generic[B]):
         return self._box
 
     async def _start(self) -> None:
-        """In its own task, so that `close` can wait for it; the launch has its own deadlines."""
+        """Start in a task of its own, so that `close` can wait for it; the launch has its own deadlines."""
         self._box = await self._launch()
 
     async def _end_box(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What the model gets to read, and what the trainer gets to count."""
+    """The result of a call: text for the model, numbers for the trainer."""
 
     text: str
     images: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class ToolUnavailable(ToolInfraError):
 
 
 class CallGuard(Protocol):
-    """What surrounds the calls of a tool, see `penstock.tools.guard.ToolGuard`."""
+    """Wraps the calls of a tool, see `penstock.tools.guard.ToolGuard`."""
 
     @property
     def config(self) -> ToolConfig:

@@ -21,7 +21,7 @@ LIMITS = {
 
 
 def limit_text(what: str, limit: str | None) -> str:
-    """What the model reads when the sandbox stopped its command or code."""
+    """Return the text for the model when the sandbox stopped its command or code."""
     if limit not in LIMITS:
         return f"Error: the {what} was stopped."
     return f"Error: the {what} {LIMITS[limit]} than it may and was stopped."
@@ -51,7 +51,7 @@ class EpisodeBox:
 
     @property
     def session_id(self) -> str | None:
-        """For the journal: another worker can attach while the box lives."""
+        """The session's id for the journal: another worker can attach while the box lives."""
         return self._session.session_id if self._session is not None else None
 
     async def session(self) -> Session:

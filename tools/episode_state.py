@@ -1,4 +1,4 @@
-"""What several tools of one episode share: a box, a connection."""
+"""State that several tools of one episode share: a box, a connection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sharing(shared: dict[Hashable, Any]) -> Iterator[None]:
 
 
 def shared_in_episode(key: Hashable, made: T) -> T:
-    """What the episode holds under `key`: `made` where there is nothing yet, and outside of `sharing`."""
+    """Return the episode's object under `key`; `made` if there is none yet, and outside of `sharing`."""
     shared = _SHARED.get()
     found: T = made if shared is None else shared.setdefault(key, made)
     return found

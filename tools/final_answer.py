@@ -9,7 +9,7 @@ from penstock.tools.base import BaseTool, ToolResult
 
 
 class FinalAnswerTool(BaseTool):
-    """Its result is `final`: the loop ends there; reward functions read ``extra_info["final_answer"]``."""
+    """A tool whose result is `final`: the loop ends there; reward functions read ``extra_info["final_answer"]``."""
 
     needs_sandbox = False
     name = "final_answer"

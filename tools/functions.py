@@ -85,7 +85,7 @@ class FunctionTool(BaseTool):
         return self.function(*args, **kwargs)
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
-        """Of the function's exceptions, `THE_CALLS_FAULT` go to the model; any other is the tool's failure."""
+        """Call the function. Its exceptions of `THE_CALLS_FAULT` go to the model; any other is the tool's failure."""
         try:
             values = {name: self._adapters[name].validate_python(value) for name, value in arguments.items()}
             return _to_result(await call_users(self.function, **values))

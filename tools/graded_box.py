@@ -1,4 +1,4 @@
-"""What `swe` and `harbor` have in common: three tools of one box, which holds a task and is graded at the end."""
+"""Common parts of `swe` and `harbor`: three tools of one box, which holds a task and is graded at the end."""
 
 from __future__ import annotations
 

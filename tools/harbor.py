@@ -76,7 +76,9 @@ class HarborBox(GradedBox[HarborEnvironment]):
 
     @property
     def seconds_left(self) -> float:
-        """Of the task's agent.timeout_sec, from the box's opening on; another worker that takes over begins anew."""
+        """Return the seconds left of the task's agent.timeout_sec, from the box's opening on; another worker begins
+        anew.
+        """
         limit = self._task.agent_timeout_s
         return float("inf") if limit is None else self._opened_at + limit - time.monotonic()
 

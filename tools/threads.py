@@ -1,4 +1,4 @@
-"""Where plain (not async) code of users runs: one that computes or waits must not stop the worker's other episodes.
+"""Threads for plain (not async) code of users, which must not stop the worker's other episodes.
 
 A thread cannot be killed. A call that outlives its deadline is left behind, and its place is free for the next one:
 calls that never return cost a thread each, and the rest continue. Too many of them are an error that names them.
@@ -28,7 +28,9 @@ class UserThreads:
         self._left_behind: set[ThreadCall] = set()
 
     async def run(self, function: Callable[[], Any], name: str) -> Any:
-        """What `function` returns or raises. Cancelled, it runs on in its thread. Raises `TooManyLeftBehind`."""
+        """Return what `function` returns, or raise what it raises. Cancelled, it runs on in its thread. Raises
+        `TooManyLeftBehind`.
+        """
         self._left_behind = {call for call in self._left_behind if call.running}
         if len(self._left_behind) >= self._left_behind_most:
             names = ", ".join(sorted({call.name for call in self._left_behind}))

@@ -25,7 +25,7 @@ class SearchRequest:
 
 @dataclass(frozen=True, slots=True)
 class SearchApi:
-    """How one service is asked and where its results lie. A further service is a further entry of `APIS`."""
+    """The request of one service, and the place of its results. A further service is a further entry of `APIS`."""
 
     url: str
     key_env: str

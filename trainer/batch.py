@@ -1,4 +1,4 @@
-"""What one optimizer step trains on: checked rows of this rank's episodes.
+"""The data of one optimizer step: checked rows of this rank's episodes.
 
 queue.Batch (all groups, ids only) ──share──► queue.read ──► `StepBatch` (episodes, rows) ──pack──► engine
 
@@ -38,7 +38,7 @@ class UntrainableEpisodes(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the trainer's model can take."""
+    """The limits of the trainer's model."""
 
     context: int
     """Longest row, in tokens."""
@@ -134,8 +134,9 @@ def share_of(batch: Batch, rank: int, world: int, minibatches: int, costs: Seque
 
 
 def row_cost(tokens: int, width: int) -> float:
-    """Of a forward and backward over one row, in tokens of a very short row: matrices cost 24·width² per token and
-    layer, attention to half of the row 2·tokens·width·2 (multiply and add)."""
+    """Return the cost of a forward and backward over one row, in tokens of a very short row: matrices cost 24·width²
+    per token and layer, attention to half of the row 2·tokens·width·2 (multiply and add).
+    """
     return tokens * (1 + tokens / (12 * width))
 
 

@@ -76,7 +76,7 @@ def _check_filter(job: TrainJob) -> None:
 
 
 def _check_top_k(job: TrainJob) -> None:
-    """Of the teachers: who learns from it?"""
+    """Refuse a teacher's top_k that nothing learns from."""
     given, config, distill = job.run.teacher_top_k, job.config, job.config.distill
     if any(given) and not distill.in_loss:
         raise BadJob(
@@ -144,7 +144,7 @@ def _check_sources(config: TrainerConfig, group_size: int) -> None:
 
 
 def _check_needs(config: TrainerConfig, group_size: int) -> None:
-    """Of estimator and loss."""
+    """Check the needs of estimator and loss."""
     from penstock.trainer.advantages import needs_of
     from penstock.trainer.losses import LOSSES
 

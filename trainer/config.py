@@ -68,7 +68,7 @@ class DistillConfig(BaseModel):
 
 
 class TrainedSourceConfig(BaseModel):
-    """What the tasks of one data source have for themselves in training."""
+    """Training settings of the tasks of one data source."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -119,7 +119,7 @@ class OverlongConfig(BaseModel):
 
 
 class ParallelConfig(BaseModel):
-    """How one copy of the model is split over ranks; `trainer.ranks` holds as many copies as fit."""
+    """The split of one copy of the model over ranks; `trainer.ranks` holds as many copies as fit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""Who earned what: a rank's batch as estimators see it, and what they return, whitened over all ranks.
+"""Credit assignment: a rank's batch as estimators see it, and their results, whitened over all ranks.
 
 Overlong reward shaping: long episodes lose reward gradually before they hit the limit.
 
@@ -32,7 +32,7 @@ from penstock.transfer_queue import Segment, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What models said about the rank's N sampled tokens, in the order of rows."""
+    """The models' scores of the rank's N sampled tokens, in the order of rows."""
 
     kl_rewards: Tensor | None = None
     """[N] −coefficient · KL, under trainer.kl.in_reward"""

@@ -99,5 +99,7 @@ def coarse_divergence(student: Tensor, teacher: Tensor, config: DistillConfig) -
 
 
 def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    """By bucket. The last two parts add up to 0 over all of them; with them no term is negative, but for rounding."""
+    """Return the KL by bucket. The last two parts add up to 0 over all buckets; with them no term is negative, but for
+    rounding.
+    """
     return log_a.exp() * (log_a - log_b) - log_a.exp() + log_b.exp()

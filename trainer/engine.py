@@ -43,7 +43,7 @@ class ValueLoss(Protocol):
 
 
 class Engine(Protocol):
-    """What the loop needs of a training backend. Every method is a collective over the ranks.
+    """The interface of a training backend. Every method is a collective over the ranks.
 
     Ranks of one replica are given the same packs and return the same numbers.
     """
@@ -56,18 +56,18 @@ class Engine(Protocol):
 
     @property
     def flops(self) -> Flops | None:
-        """Of its model; None where they are not counted."""
+        """The operations of its model; None if they are not counted."""
 
     @property
     def has_critic(self) -> bool: ...
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the packs' rows may share their prompts, see `packing`."""
+        """True if the packs' rows may share their prompts, see `packing`."""
 
     @property
     def row_layout(self) -> RowLayout:
-        """How it takes the rows of a pack."""
+        """The layout of a pack's rows."""
 
     def take_router_loads(self) -> RouterLoads | None:
         """This rank's, of the updates since the last call; None without experts, and where none are counted."""
@@ -101,7 +101,7 @@ class Engine(Protocol):
 
     @property
     def adapter_settings(self) -> dict[str, Any] | None:
-        """As peft's ``LoraConfig.to_dict()``; None where the whole model learns."""
+        """The settings as peft's ``LoraConfig.to_dict()``; None if the whole model learns."""
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Like `weights`, of the adapter alone, float32, under peft's names."""
@@ -132,11 +132,15 @@ class SharingEngine(Protocol):
 
     @property
     def turn_bytes(self) -> int:
-        """What this rank keeps on its device at most in a turn; what it computes with comes on top on CPUs."""
+        """Return the most bytes that this rank keeps on its device in a turn; what it computes with comes on top on
+        CPUs.
+        """
 
     @property
     def used_bytes(self) -> int:
-        """Of its device, now or as last measured; may be asked from another thread in the middle of a step."""
+        """Return the used bytes of its device, now or as last measured; may be asked from another thread in the middle
+        of a step.
+        """
 
     def leave_device(self) -> None:
         """Move what stays between steps to host memory, and free the device."""
@@ -147,7 +151,7 @@ class SharingEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RouterLoads:
-    """How the routers of a mixture shared out tokens."""
+    """The distribution of tokens by the routers of a mixture."""
 
     layers: Sequence[LayerLoad]
     has_aux_loss: bool
@@ -177,7 +181,7 @@ first that fits counts."""
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Of one model."""
+    """Floating point operations of one model."""
 
     body: int
     """Weights of matrices inside the layers."""
@@ -232,7 +236,7 @@ def head_sizes(config: Any) -> list[int]:
 
 
 def peak_tflops(given: float | None, device: torch.device, dtype: str) -> float | None:
-    """Of one rank's device; None where unknown."""
+    """Return the peak of one rank's device; None if unknown."""
     if given is not None or device.type != "cuda" or dtype != "bfloat16":
         return given
     name = torch.cuda.get_device_name(device)

@@ -122,8 +122,9 @@ class Evaluator:
 
 
 def by_version(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
-    """What the evaluation of `version` measured: the oldest and the newest version that sampled, and the share of
-    sampled tokens that are of the version itself."""
+    """Return the measurements of an evaluation of `version`: the oldest and the newest version that sampled, and the
+    share of sampled tokens that are of the version itself.
+    """
     spans = [segment.version_spans for trajectory in trajectories for segment in trajectory.segments]
     joined = np.concatenate([np.zeros((0, 3), dtype=np.int64), *spans])
     versions, tokens = joined[:, 0], joined[:, 2] - joined[:, 1]

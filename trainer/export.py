@@ -1,4 +1,4 @@
-"""From a trainer to Hugging Face folders: of the running engine, or of a checkpoint on disk.
+"""Export to Hugging Face folders: from the running engine, or from a checkpoint on disk.
 
 A folder that a run left is a model like any other: `model: runs/mine/final_model` starts from it.
 """

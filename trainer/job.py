@@ -53,12 +53,12 @@ class BadJob(ValueError):
 
 
 def no_replay(cause: object) -> BadJob:
-    """What refuses `rollout.routing_replay` because of `cause`."""
+    """Return the error that refuses `rollout.routing_replay` because of `cause`."""
     return BadJob(f"rollout.routing_replay: {cause}; set it to false, and the trainer's own routers choose")
 
 
 def needs_of_advantage(config: TrainerConfig) -> frozenset[str]:
-    """What the run must have for its estimator, see `advantages.needs_of`."""
+    """Return the needs of the run's estimator, see `advantages.needs_of`."""
     from penstock.trainer.advantages import ADVANTAGES, needs_of
 
     return needs_of(ADVANTAGES.get(config.advantage))

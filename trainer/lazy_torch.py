@@ -19,7 +19,7 @@ else:
     """For annotations alone."""
 
     class LazyTorch:
-        """Its attributes are those of torch."""
+        """A module with the attributes of torch, which is imported on first use."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(importlib.import_module("torch"), name)

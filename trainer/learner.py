@@ -82,7 +82,7 @@ class Learner:
         return Scored(minibatches, TokenScores(kl_rewards, values, implicit, gap), kl)
 
     def advantages(self, batch: StepBatch, scored: Scored) -> Advantages:
-        """Of the rank's N sampled tokens. A collective."""
+        """Return the advantages of the rank's N sampled tokens. A collective."""
         episodes = episodes_of(batch, self._config, scored.tokens)
         advantages = self._estimators(episodes, [one.data_source for one in batch.trajectories])
         gap = scored.tokens.teacher_gap
@@ -218,7 +218,7 @@ class Learner:
 
     @property
     def _beta(self) -> float:
-        """Of the implicit reward"""
+        """The factor of the implicit reward."""
         options = {**options_of(ADVANTAGES.get(self._config.advantage)), **self._config.advantage_options}
         return float(options["beta"])
 

@@ -40,7 +40,7 @@ WHOLE_ROWS = 512
 
 
 class Outputs(NamedTuple):
-    """What the policy says about N sampled tokens, float32."""
+    """The policy's scores of N sampled tokens, float32."""
 
     logprobs: Tensor
     """[N]"""
@@ -53,7 +53,7 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How logits come from what the output head says."""
+    """The way from the output head's values to logits."""
 
     temperature: float = 1.0
     scale: float = 1.0
@@ -223,7 +223,7 @@ class _CoarseGradient(NamedTuple):
         return self.of_some.sum(-1) + self.of_rest
 
     def add_to(self, change: Tensor, z: Tensor, columns: slice, head: Head) -> None:
-        """What reaches the z [n, v] of one tile beside the share −p · total."""
+        """Add the gradient of the z [n, v] of one tile, without the share −p · total."""
         inside, index = _local(self.ids, columns, head)
         change.scatter_add_(-1, index, torch.where(inside, self.of_some, 0.0))
         others = (_without(z, inside, index) - self.log_rest[:, None]).exp_()

@@ -1,4 +1,4 @@
-"""From logprobs to the loss of a pack: correction, policy loss, KL and entropy, each token times its weight.
+"""The loss of a pack from logprobs: correction, policy loss, KL and entropy, each token times its weight.
 
 From one loss per token to one number: the weight of each token, and what the sum is divided by.
 
@@ -58,7 +58,7 @@ from penstock.trainer.ranks.distributed import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a rank's minibatch is trained towards. N counts the rank's sampled tokens, E its episodes."""
+    """The targets of a rank's minibatch. N counts the rank's sampled tokens, E its episodes."""
 
     advantages: Tensor
     """[N] float32"""

@@ -36,7 +36,9 @@ COUNTS = (
 
 
 def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor) -> None:
-    """What the batch itself says: rewards, lengths, groups without signal, tokens left out. advantages [N]"""
+    """Count the metrics of the batch itself: rewards, lengths, groups without signal, tokens left out. advantages
+    [N]
+    """
     tally.add("reward", batch.rewards)
     tally.add("reward_squared", batch.rewards**2)
     for trajectory, reward in zip(batch.trajectories, batch.rewards, strict=True):
@@ -69,7 +71,7 @@ def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor) 
 
 
 def fault_of(trajectory: Trajectory) -> str:
-    """What was wrong with an episode, in words; empty where it came to its end and every call was answered."""
+    """Return the fault of an episode in words; empty if it came to its end and every call was answered."""
     outcome = trajectory.outcome
     ended = "" if outcome.kind is OutcomeKind.COMPLETED else f"{outcome.kind} ({outcome.reason})"
     return str(trajectory.extra.get("fault") or ended)
@@ -135,7 +137,8 @@ def _mismatch(totals: Totals) -> dict[str, float]:
 
 
 def router_metrics(loads: RouterLoads, ranks: Ranks) -> dict[str, float]:
-    """How evenly a mixture's routers share out tokens, and how often they would have chosen others than the engine's.
+    """Return how evenly a mixture's routers share out tokens, and how often they would have chosen others than the
+    engine's.
 
         load_e = how often expert e was chosen / tokens                 summed over ranks and the step's updates
         max over mean = max_e load_e / mean_e load_e                    1: even
@@ -229,7 +232,7 @@ class Totals:
 
 
 def exact_sum(values: ArrayLike, ranks: Ranks) -> float:
-    """Of the values of all ranks, rounded once. A collective."""
+    """Return the sum of the values of all ranks, rounded once. A collective."""
     mine = exact_parts(np.atleast_1d(np.asarray(values, dtype=np.float64)).tolist())
     return _fsum([piece for parts in ranks.gather(mine) for piece in parts])
 

@@ -34,7 +34,7 @@ ON_HOST = ("image_bytes", "image_bounds", "shown", "parents", "run_lengths")
 
 
 class RowLayout(Enum):
-    """How a model takes the rows of a pack: what a pack costs, and so which rows are put together."""
+    """The layout of rows that a model takes. It determines the cost of a pack, and so which rows are put together."""
 
     PACKED = "packed"
     """End to end: their tokens."""
@@ -105,7 +105,7 @@ class Pack:
 
     @property
     def images(self) -> list[list[bytes]]:
-        """Of each run, the encoded images in the order of their places; empty where no run has any."""
+        """The encoded images of each run in the order of their places; empty if no run has any."""
         if self.image_bytes is None or self.image_bounds is None or self.shown is None:
             return []
         bounds, whole = self.image_bounds.tolist(), self.image_bytes.numpy()
@@ -117,7 +117,7 @@ class Pack:
 
     @property
     def without_tops(self) -> Pack:
-        """For who asks for logprobs alone: those of the likeliest ids are not computed."""
+        """Return the pack without the likeliest ids, whose logprobs are then not computed."""
         return replace(self, top_ids=None, top_logprobs=None)
 
     def to(self, device: torch.device) -> Pack:
@@ -295,7 +295,9 @@ def _experts(runs: Sequence[_Run]) -> Tensor | None:
 
 
 def _images(runs: Sequence[_Run]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `Pack.image_bytes`, `image_bounds` and `shown`. Rows with images share no prompt: each of them is a run."""
+    """Return `Pack.image_bytes`, `image_bounds` and `shown`. Rows with images share no prompt: each of them is a
+    run.
+    """
     number: dict[bytes, int] = {}
     shown = [
         (place, number.setdefault(image, len(number))) for place, run in enumerate(runs) for image in run.row.images

@@ -226,14 +226,16 @@ class Publisher(BackgroundWork):
         return partial(self._broadcast if self._broadcasts else self._written_from_ranks, version, self._source)
 
     def _shards(self) -> Iterable[Shard]:
-        """Of this rank."""
+        """Yield the shards of this rank."""
         own = self._engine.local_shards(self._dtype)
         if own is not None:
             return own
         return spread_shards(self._engine.gathered_weights(), self._dtype, self._ranks.rank, self._ranks.world)
 
     async def _is_gone(self) -> bool | None:
-        """Whether no server could load the current version; version 0 is the model itself and is never announced."""
+        """Return True if no server could load the current version; version 0 is the model itself and is never
+        announced.
+        """
         if self._files is None:
             return None
         current = await self._queue.latest_version()
@@ -247,7 +249,7 @@ class PublishTimeout(RuntimeError):
 
 
 async def _in_daemon_thread(work: Callable[[], T], name: str) -> T:
-    """As `asyncio.to_thread`, but the process can end while `work` hangs in the kernel."""
+    """Run `work` as `asyncio.to_thread` does, but the process can end while it hangs in the kernel."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # who gives up waiting leaves `work` a future that it can still settle
 

@@ -1,4 +1,4 @@
-"""Whether a run is over before its last step: a target is reached, or nothing gets better any more.
+"""Decides if a run is over before its last step: a target is reached, or nothing gets better any more.
 
     recorder ──every step and evaluation──► see ──► why() ──► the loop, on all ranks together, before the next step
 

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """What the loop works with. `recorder`, `evaluator` and `feeder` are there on rank 0 only."""
+    """The parts that the loop works with. `recorder`, `evaluator` and `feeder` are there on rank 0 only."""
 
     job: TrainJob
     in_torch: TorchThread
@@ -156,7 +156,7 @@ class Trainer:
         return self.ranks.own(Preemption)
 
     async def work(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """In the torch thread; a phase of the step under way. Raises `StepGivenUp` on all ranks."""
+        """Run a function in the torch thread as a phase of the running step. Raises `StepGivenUp` on all ranks."""
         self.devices.check()
         with self.timeline.during(Track.STEPS, name, self.step):
             await self.in_torch(self.preemption.check)
@@ -212,7 +212,7 @@ class Trainer:
         await self.save()
 
     async def is_over(self) -> bool:
-        """Whether trainer.stop ends the run before its last step. A collective where it could."""
+        """Return True if trainer.stop ends the run before its last step. A collective where it could."""
         if not self.job.config.stop.enabled:
             return False
         verdict = self.recorder.why_over() if self.recorder is not None else None

@@ -149,7 +149,7 @@ def _task_problem(task: Task) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a float can hold it; NaN and infinities are numbers."""
+    """Return True if a float can hold it; NaN and infinities are numbers."""
     try:
         return isinstance(value, Real) and isinstance(float(value), float)
     except OverflowError:

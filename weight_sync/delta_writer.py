@@ -67,7 +67,8 @@ class DeltaPlan:
 
 
 def plan_delta(source: WeightSource, version: int) -> DeltaPlan | None:
-    """Of the `version` that the ranks hold. None where some rank has nothing to compare it with, or it saves nothing.
+    """Plan a delta of the `version` that the ranks hold. None if some rank has nothing to compare it with, or it saves
+    nothing.
 
     Raises `Superseded`, and `RuntimeError` where a rank is gone.
     """
@@ -112,7 +113,7 @@ def write_delta(
 
 
 class _Data:
-    """What follows the header: indices and values, each in the order of the tensors."""
+    """The data behind the header: indices and values, each in the order of the tensors."""
 
     def __init__(self, descriptor: int, begin: int, plan: DeltaPlan, source: WeightSource) -> None:
         self._descriptor, self._begin, self._plan = descriptor, begin, plan
@@ -140,7 +141,9 @@ class _Data:
             self._write_values(part.words[places])
 
     def checksums(self) -> list[str]:
-        """Of each change, index before values, as the file has them. Raises `RuntimeError` where it lacks some."""
+        """Return the checksums of each change, index before values, as in the file. Raises `RuntimeError` where it
+        lacks some.
+        """
         index_at, values_at = self._begin, self._begin + self._plan.index_bytes
         found = []
         for change in self._plan.changed:
@@ -160,7 +163,7 @@ def _raw(array: NDArray[np.generic]) -> memoryview:
 
 
 def _write_at(descriptor: int, data: bytes | memoryview, at: int) -> int:
-    """Where it ends."""
+    """Write data at a place. Returns its end."""
     left = memoryview(data)
     while left:
         written = os.pwrite(descriptor, left, at)

@@ -36,7 +36,7 @@ class ClosableFetch(Fetch, Protocol):
 
 
 async def no_fetch(manifest: Manifest, /) -> Manifest:
-    """For files that are already where engines reach them."""
+    """Fetch nothing, for files that engines reach already."""
     return manifest
 
 

@@ -92,7 +92,7 @@ class ChainFile:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """What makes a version a LoRA adapter."""
+    """The settings of a version that is a LoRA adapter."""
 
     config: Mapping[str, Any]
     """`lora.AdapterConfig` as plain data; validated where the adapter is merged."""
@@ -182,12 +182,12 @@ class Manifest:
 
     @property
     def broadcast_name(self) -> str:
-        """Of this version's broadcast; empty where it had none."""
+        """Name of this version's broadcast; empty if it had none."""
         return self.broadcast.rpartition("/")[2]
 
     @property
     def state(self) -> str:
-        """What all tensors hold, `state_of` them."""
+        """The state of all tensors, see `state_of`."""
         return self.files[-1].state
 
     @cached_property

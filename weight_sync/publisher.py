@@ -189,7 +189,7 @@ class WeightPublisher:
 
     @property
     def durable(self) -> bool:
-        """Whether a version's file survives a power cut once it is written."""
+        """True if a version's file survives a power cut once it is written."""
         return self.transport == "disk"
 
     def _delete_others(self, version: int) -> None:
@@ -205,7 +205,7 @@ class WeightPublisher:
 
 
 def needed_files(names: Iterable[str], version: int, keep: int) -> set[str]:
-    """Of a folder's files, those of the newest `keep` versions up to `version`, with their chains.
+    """Return the files of the newest `keep` versions up to `version`, with their chains.
 
     Of one version in several epochs the last counts: those before were never announced. A chain is of one epoch.
     """
@@ -223,7 +223,7 @@ def needed_files(names: Iterable[str], version: int, keep: int) -> set[str]:
 
 
 def _epoch_of(name: str) -> int:
-    """Of a version's file, or of one that is being written."""
+    """Return the epoch of a version's file, or of one that is being written."""
     found = FILE_NAME.search(name)
     return int(found[2] or 0) if found else 0
 

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class LoadReport(BaseModel):
-    """What one weight swap cost, as the engine measured it."""
+    """The cost of one weight swap, as the engine measured it."""
 
     version: int
     fetch_s: float
@@ -102,7 +102,7 @@ class QueueConnection(Protocol):
 
 
 class UpdateMetrics(Protocol):
-    """What the updater counts."""
+    """The counters of the updater."""
 
     lag: Gauge
     refused: Counter
@@ -111,7 +111,7 @@ class UpdateMetrics(Protocol):
 
 
 class MayMove(Protocol):
-    """Whether the weights may be changed now, asked right before they would be."""
+    """Returns True if the weights may be changed now; called right before the change."""
 
     async def __call__(self) -> bool: ...
 
@@ -181,7 +181,7 @@ class WeightUpdater:
         self.try_again()
 
     def try_again(self) -> None:
-        """What was refused or not reached is tried at the next pull."""
+        """Try refused or unreachable versions again at the next pull."""
         self.refused, self._retry_at = None, 0.0
 
     async def pull(self, engine: WeightLoader) -> bool:
@@ -223,7 +223,7 @@ class WeightUpdater:
             self._mark = mark
 
     def _holds(self, newest: Announcement) -> bool:
-        """Whether the engine has these weights, wherever their file is now."""
+        """Return True if the engine has these weights, wherever their file is now."""
         if newest.version != self.version or self._loaded is None:
             return newest.version == self.version
         return (
@@ -306,7 +306,7 @@ class WeightUpdater:
         )
 
     def status(self) -> WeightsStatus:
-        """What ``GET /weights`` says."""
+        """Return the answer of ``GET /weights``."""
         return WeightsStatus(
             version=self.version,
             newest=self.newest.version if self.newest else None,

@@ -1,4 +1,4 @@
-"""Where published weights leave the trainer: their folder, its file server and its broadcasts. Rank 0 has one."""
+"""The way of published weights out of the trainer: their folder, its file server and its broadcasts. Rank 0 has one."""
 
 from __future__ import annotations
 
@@ -140,11 +140,13 @@ class WeightFiles:
         return replace(manifest, broadcast=self._meeting(sending.name))
 
     def _meeting(self, name: str) -> str:
-        """Where servers wait for the next broadcast, and the name of this one."""
+        """Return the address where servers wait for the next broadcast, and the name of this one."""
         return f"{self._server.url}/broadcasts/{name}" if self._server and self.broadcaster else ""
 
     def _write_on_demand(self, name: str) -> bool:
-        """Whether the file of that name, which is not there, will be: its version's bytes are here. From one thread."""
+        """Write a missing file if its version's bytes are here. Returns True if it will be there. Called from one
+        thread.
+        """
         wanted = self._unwritten
         if wanted is None or wanted.path.name != name:
             return False
@@ -170,7 +172,9 @@ class WeightFiles:
 
     # what is announced -----------------------------------------------------------------------------------------------
     def offers(self, announced: Mapping[str, Any]) -> bool:
-        """Whether a server that joins late could load the announced version: its files are there, where it says."""
+        """Return True if a server that joins late can load the announced version: its files are in the announced
+        place.
+        """
         manifest = _parsed(announced)
         return manifest is not None and self._offers(manifest)
 
@@ -201,7 +205,7 @@ class WeightFiles:
 
 
 def _wires(from_gpus: bool) -> tuple[str, ...]:
-    """What this process can send over."""
+    """Return the wires that this process can send over."""
     if not from_gpus or not torch.cuda.is_available():
         return (GLOO,)
     try:

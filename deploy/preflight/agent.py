@@ -104,7 +104,7 @@ SAMPLE: Mapping[str, Any] = {
 
 
 def check_reward(config: RunConfig) -> Check | None:
-    """That the reward loads, a user's function too, and under by_data_source whether every row has one."""
+    """Check that the reward loads, a user's function too, and that every row has one under by_data_source."""
     from penstock.agent_loops import LoadError
     from penstock.agent_loops.rewards import check_reward
 
@@ -142,7 +142,7 @@ def check_score(config: RunConfig) -> Check | None:
 
 
 async def _score(config: RunConfig, row: DatasetRow) -> float:
-    """As a worker does it. Raises `LoadError`, `InfraFailure`."""
+    """Score a row as a worker does. Raises `LoadError`, `InfraFailure`."""
     from penstock.agent_loops.rewards import load_reward
 
     async with _sandbox(config) as sandbox:

@@ -42,7 +42,7 @@ CGROUP_V1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_bytes() -> int:
-    """Of the machine, or of our cgroup where that is less."""
+    """Return the memory of the machine, or of our cgroup if that is less."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = (_number(file) for file in (CGROUP_V2 / "memory.max", CGROUP_V1))
     return min([machine, *(limit for limit in limits if limit)])

@@ -33,7 +33,7 @@ def data_sources(config: RunConfig) -> set[str]:
 
 
 def first_rows(config: RunConfig, limit: int) -> list[DatasetRow]:
-    """Of the training data, generated where the recipe says so. Raises `DataError`, `BadSpec`."""
+    """Return the first rows of the training data, generated if the recipe says so. Raises `DataError`, `BadSpec`."""
     from penstock.trainer import load_rows
 
     with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as folder:

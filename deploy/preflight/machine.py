@@ -196,7 +196,7 @@ def check_wire(config: RunConfig) -> Check | None:
 
 
 def _builds(config: RunConfig) -> dict[str, TorchBuild]:
-    """By role. An engine whose environment cannot be used is left out: `check_engine` reports it.
+    """Return torch's builds by role. An engine whose environment cannot be used is left out: `check_engine` reports it.
 
     Raises `OSError`, `subprocess.SubprocessError`.
     """

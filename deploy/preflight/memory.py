@@ -48,7 +48,7 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> float:
 
 # engine --------------------------------------------------------------------------------------------------------------
 def server_bytes(shape: ModelShape, config: RunConfig, cached_tokens: int) -> dict[str, float]:
-    """Of one rollout server: `cached_tokens` is what its KV cache holds."""
+    """Return the bytes of one rollout server; its KV cache holds `cached_tokens`."""
     width = BYTES[config.rollout.dtype]
     return {
         "weights": width * shape.parameters,
@@ -57,12 +57,16 @@ def server_bytes(shape: ModelShape, config: RunConfig, cached_tokens: int) -> di
 
 
 def cached_tokens(config: RunConfig) -> int:
-    """What a server's KV cache is made for; vLLM takes what it finds, and needs room for one request at least."""
+    """Return the tokens that a server's KV cache is made for; vLLM takes what it finds, and needs room for one request
+    at least.
+    """
     return config.rollout.max_model_len if config.rollout.engine == "vllm" else config.rollout.kv_cache_tokens
 
 
 def received_bytes(shape: ModelShape, config: RunConfig) -> float:
-    """What one rollout server takes in host memory for a broadcast beside its weights; 0 under other transports."""
+    """Return the host memory of one rollout server for a broadcast, in addition to its weights; 0 under other
+    transports.
+    """
     rollout = config.rollout
     if not rollout.broadcasts_weights:
         return 0
@@ -75,8 +79,9 @@ def received_bytes(shape: ModelShape, config: RunConfig) -> float:
 
 
 def copied_bytes(shape: ModelShape, config: RunConfig) -> float:
-    """What all ranks keep of the version that is published, until the next one. A lone rank that writes whole files,
-    and adapters, leave nothing behind."""
+    """Return the bytes that all ranks keep of the published version, until the next one. A lone rank that writes whole
+    files, and adapters, leave nothing behind.
+    """
     trainer, rollout = config.trainer, config.rollout
     writes_deltas = rollout.weights_full_every > 1 and not rollout.broadcasts_weights
     if trainer.lora.rank or not (rollout.broadcasts_weights or trainer.ranks > 1 or writes_deltas):

@@ -24,7 +24,7 @@ AGAIN = "download the model again, for example with `huggingface-cli download NA
 
 
 class BadModelFiles(ValueError):
-    """What is wrong with a file of the model, and in `fix` what to do."""
+    """Return a check that names the fault in a file of the model."""
 
     def __init__(self, problem: str, fix: str = AGAIN) -> None:
         super().__init__(problem)

@@ -15,7 +15,7 @@ from penstock.deploy.shipped import shipped_sizes
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Of one model; widths in elements."""
+    """The sizes of one model; widths in elements."""
 
     parameters: int
     layers: int
@@ -38,7 +38,7 @@ class ModelShape:
 
 
 def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | None:
-    """From ``config.json`` and the headers of the weights; None for a model whose config names its sizes otherwise."""
+    """Return the sizes of ``config.json`` and the headers of the weights; None if the config names them otherwise."""
     try:
         hidden, heads = int(declared["hidden_size"]), int(declared["num_attention_heads"])
         head = int(declared.get("head_dim") or hidden // heads)

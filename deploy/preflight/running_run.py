@@ -33,7 +33,7 @@ UNREACHED = (httpx.HTTPError, httpx.InvalidURL, TimeoutError)
 
 
 async def config_of(link: RunConnection) -> RunConfig:
-    """As the queue has it. Raises `QueueError`, soon."""
+    """Return the configuration in the queue. Raises `QueueError`, soon."""
     queue = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
     try:
         text = await queue.config()
@@ -43,7 +43,7 @@ async def config_of(link: RunConnection) -> RunConfig:
 
 
 async def why_not(link: RunConnection, error: QueueError) -> list[Check]:
-    """Of a queue that `config_of` could not read."""
+    """Return the reason why `config_of` could not read a queue."""
     redis = await examine_redis(link.url, link.username, link.password, TransferQueueConfig().max_bytes)
     fix = "start it (`penstock run`), or name another with PENSTOCK_RUN; docs/deploy.md has each role's rights"
     return [*redis, Check("queue", False, str(error), fix)]
@@ -125,7 +125,7 @@ async def _pulled(http: httpx.AsyncClient, server: ServerInfo) -> Check:
 
 
 async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list[Check]:
-    """Whether a server on this machine could fetch the newest version."""
+    """Check that a server on this machine could fetch the newest version."""
     if newest is None:
         return []
     if newest.manifest.get("transport") not in SERVED:

@@ -28,7 +28,7 @@ ANSWER_DEADLINE_S = 10.0
 
 
 def open_sandbox(config: RunConfig) -> Sandbox:
-    """As a worker has it; a server's token is the run's, from the environment. Raises `SandboxError`."""
+    """Open the sandbox as a worker does; a server's token is the run's, from the environment. Raises `SandboxError`."""
     from penstock.sandbox import make_sandbox
 
     return make_sandbox(config.sandbox, OWNER, os.environ.get(TOKEN_VARIABLE))
@@ -185,7 +185,7 @@ def _secret() -> Iterator[Path]:
 
 
 async def _run(session: Session, code: str) -> str:
-    """What the attack printed. A box that ended it by a limit has held: its kind is printed instead."""
+    """Return the attack's output. A box that ended it by a limit has held: its kind is printed instead."""
     result = await session.run_python(code, timeout_s=ATTACK_S)
     if NO_PYTHON in result.stderr and not result.stdout:
         raise SandboxError(result.stderr.strip())
@@ -203,7 +203,9 @@ def _judged(attack: str, reached: list[str], said: str, held: str) -> Check:
 
 @contextlib.contextmanager
 def _listeners(config: RunConfig) -> Iterator[list[socket.socket]]:
-    """On loopback and on the address that leads out of this machine: boxes elsewhere could only reach that one."""
+    """Listen on loopback and on the address that leads out of this machine: boxes elsewhere could only reach that
+    one.
+    """
     with contextlib.ExitStack() as stack:
         made = []
         for host in dict.fromkeys(("127.0.0.1", _outward(config))):

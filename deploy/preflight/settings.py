@@ -214,7 +214,7 @@ def check_concurrency(config: RunConfig) -> Check:
 
 
 def check_training_job(config: RunConfig) -> Check | None:
-    """What the trainer itself would refuse, beyond the checks above."""
+    """Check what the trainer itself would refuse, beyond the checks above."""
     if importlib.util.find_spec("torch") is None:
         return None
     above = (check_correction(config), check_algorithm(config), check_training_engine(config))

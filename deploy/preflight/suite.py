@@ -151,7 +151,7 @@ BESIDE: frozenset[Asked] = frozenset((check_sandbox,))
 
 
 def run_checks(config: RunConfig, *, here: bool = True) -> Iterator[Check]:
-    """Those that refuse a run, cheapest first, one at a time so that a person sees them come.
+    """Yield the checks that refuse a run, cheapest first, one at a time so that a person sees them come.
 
     `here`: the roles run on this machine.
     """

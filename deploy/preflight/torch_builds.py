@@ -67,7 +67,7 @@ def driver_version() -> str:
 
 
 def newer_driver(driver: str, builds: Iterable[TorchBuild]) -> str:
-    """What to install where `driver` is too old for one of the builds, else empty."""
+    """Return the driver to install if `driver` is too old for one of the builds, else an empty text."""
     needed = max(builds, key=lambda build: build.driver, default=None)
     branch = driver.partition(".")[0]
     if needed is None or not branch.isdecimal() or int(branch) >= needed.driver:

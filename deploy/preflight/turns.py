@@ -1,5 +1,5 @@
-"""What `placement.colocated` and `placement.lend` need: settings that go together, and each side's memory while the
-other one sleeps.
+"""Requirements of `placement.colocated` and `placement.lend`: settings that go together, and each side's memory while
+the other one sleeps.
 
     engines' turn    =  servers: weights + KV cache        trainer: nothing but what its process needs anyway
     trainer's turn   =  ranks: weights + gradients + moments, on a GPU activations too     engines: nothing

@@ -193,7 +193,8 @@ class Container:
     # ---- its end
 
     async def ran_out_of_memory(self) -> bool:
-        """Of a container that ended by itself: from inside, only lack of memory can end the first process.
+        """Return True if a container that ended by itself ran out of memory: from inside, only lack of memory can end
+        the first process.
 
         The engine sends its last 256 events, then new ones without end: its clock is not compared with ours.
         """

@@ -79,7 +79,7 @@ async def snapshot_images(client: Docker, label: str) -> list[dict[str, Any]]:
 
 
 async def remove_images(client: Docker, listed: list[dict[str, Any]], image_ids: Collection[str]) -> int:
-    """Those of `listed` with `image_ids`, as far as no box and no other image is made of them; returns how many.
+    """Remove the images of `listed` with `image_ids` that no box and no other image is made of. Returns their number.
 
     Raises `SandboxError`.
     """

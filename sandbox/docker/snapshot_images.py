@@ -47,7 +47,8 @@ class SnapshotImages:
         self._any = False
 
     async def commit(self, container: Container, image: DockerImage, written_bytes: int) -> DockerImage:
-        """What `container`, of `image`, has written so far (`written_bytes`), as an image. It is paused meanwhile.
+        """Return an image of what `container`, of `image`, has written so far (`written_bytes`). It is paused
+        meanwhile.
 
         Raises `SandboxError`, `NoSnapshots` among them.
         """

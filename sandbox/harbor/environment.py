@@ -134,7 +134,7 @@ class HarborEnvironment:
         return await self._script("/solution/solve.sh", SOLVE_OUTPUT, self.task.agent_timeout_s or LONGEST_S, variables)
 
     async def patch(self) -> bytes | None:
-        """What was changed in the repository of the working directory since the box was opened; None without one.
+        """Return the changes in the repository of the working directory since the box was opened; None without one.
 
         By an index of its own: the repository's stays as the agent left it. Raises `SandboxError`.
         """
@@ -154,7 +154,7 @@ class HarborEnvironment:
             return None
 
     async def grade(self) -> HarborGrade:
-        """By the task's tests, in this box. Raises `SandboxError`, `HarborTaskError`.
+        """Grade by the task's tests, in this box. Raises `SandboxError`, `HarborTaskError`.
 
         Where the agent broke a limit that took the whole box, a fresh one is set up: it earns what doing nothing earns.
         """
@@ -242,7 +242,7 @@ class HarborEnvironment:
         return ["env", *(f"{name}={value}" for name, value in variables.items()), *argv] if variables else argv
 
     async def _script(self, path: str, output: str, timeout_s: float, variables: Mapping[str, str]) -> RunResult:
-        """Its output goes to a file: it may be long."""
+        """Run a script whose output goes to a file: it may be long."""
         argv = _shell('cd -- "$1" && chmod +x "$2" && exec "$2" >"$3" 2>&1', self.folder, path, output)
         return await self.session.run(self._with_variables(argv, variables), timeout_s=timeout_s)
 

@@ -98,7 +98,7 @@ class _Reader:
         return BoxNeeds(own_root=True, memory_mb=memory, cpus=cpus, storage_mb=storage)
 
     def _size(self, name: str) -> int | None:
-        """In MiB; ``memory = "2G"`` is the older way to write ``memory_mb = 2048``."""
+        """Return a size in MiB; ``memory = "2G"`` is the older way to write ``memory_mb = 2048``."""
         number = self._number(self.environment, "environment", f"{name}_mb")
         written = self.environment.get(name)
         if number is not None or written is None:

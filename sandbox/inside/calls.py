@@ -89,7 +89,7 @@ class WatchedRun:
         return bool(data)
 
     def drain(self) -> None:
-        """What is in the pipes already; a daemon that holds them open is not waited for."""
+        """Read what is in the pipes already; a daemon that holds them open is not waited for."""
         for read, fd in ((self.capture.read_stdout, self.child.stdout), (self.capture.read_stderr, self.child.stderr)):
             while not self.capture.flooded and read(fd):
                 continue

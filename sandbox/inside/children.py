@@ -190,7 +190,7 @@ class ChildTable:
     def spawn(
         self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = (), spared: Sequence[ForkedChild] = ()
     ) -> ForkedChild:
-        """Where the box is full, what earlier code left running is ended first, `spared` and theirs last of all.
+        """Start a program. In a full box processes of earlier code are ended first, `spared` and theirs last.
 
         Raises OSError where even that makes no room.
         """

@@ -100,7 +100,7 @@ def filter_of(settings: dict[str, Any]) -> _Program | None:
 
 
 def install_filter(program: _Program) -> None:
-    """For this process and all that descend from it, on top of the engine's own. Raises OSError."""
+    """Install a filter for this process and its descendants, on top of the engine's own. Raises OSError."""
     if _PRCTL(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or _PRCTL(
         PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0
     ):

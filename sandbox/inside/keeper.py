@@ -181,7 +181,7 @@ def main() -> None:
 
 
 def run_box(settings: dict[str, Any], listener: socket.socket) -> None:
-    """In a process that outlives the connection that started it; ends with the driver."""
+    """Run a box in a process that outlives the connection that started it; ends with the driver."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):  # the provider's pipes: open, they would keep the first connection from ending
         os.dup2(null, number)

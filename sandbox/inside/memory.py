@@ -69,8 +69,9 @@ class MemoryWatch:
         return free < 0
 
     def full(self) -> bool:
-        """Whether files and sockets leave no room for a program (`PROGRAM_BYTES`, at most an eighth of the limit): not
-        even one that deletes a file could run."""
+        """Return True if files and sockets leave no room for a program (`PROGRAM_BYTES`, at most an eighth of the
+        limit): not even one that deletes a file could run.
+        """
         own = _read_process(os.getpid())
         stays = self._without_processes() + (own.anonymous if own is not None else 0)
         return stays > self.limit_bytes - min(PROGRAM_BYTES, self.limit_bytes // 8)

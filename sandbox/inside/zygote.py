@@ -155,7 +155,7 @@ def readable_when_a_child_ends() -> int:
 
 
 def forget_children() -> None:
-    """In a fork: the pipe that its signals would write to is the zygote's."""
+    """Forget the children in a fork: the pipe that its signals would write to is the zygote's."""
     signal.set_wakeup_fd(-1)
     children.set_handler(children.CHILD_ENDED, children.DEFAULT)
 

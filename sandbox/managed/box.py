@@ -190,5 +190,5 @@ class ManagedBox(Box):
 
 
 def shell_line(argv: Sequence[str]) -> str:
-    """For providers that take a command as text: this process is replaced by `argv`."""
+    """Return a shell line for providers that take a command as text: the shell is replaced by `argv`."""
     return "exec " + shlex.join(argv)

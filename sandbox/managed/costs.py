@@ -53,7 +53,7 @@ class CostMeter:
 
     @property
     def cost(self) -> float:
-        """In the unit of `price_per_hour`."""
+        """The cost in the unit of `price_per_hour`."""
         return self.box_seconds / 3600.0 * self.config.price_per_hour
 
 
@@ -66,7 +66,7 @@ class CostGauges:
         self._cost = metrics.gauge("managed_cost", "What they cost, at sandbox.managed.price_per_hour")
 
     def follow(self, costs: CostMeter) -> None:
-        """It is read at each scrape."""
+        """Follow a meter, which is read at each scrape."""
         self._boxes.set_function(lambda: costs.boxes)
         self._seconds.set_function(lambda: costs.box_seconds)
         self._cost.set_function(lambda: costs.cost)

@@ -189,7 +189,7 @@ class ManagedSandbox(LimitedSandbox):
         await self._patiently(lambda: self._bounded(lambda: self._api.end(box_id), "ending a box"))
 
     async def _tidy(self, first: bool) -> None:
-        """In the background: a failure is logged, it is no episode's."""
+        """Tidy up in the background: a failure is logged, it does not belong to an episode."""
         try:
             async with asyncio.timeout(TIDY_DEADLINE_S):
                 if first and (ended := await end_abandoned(self._api, owner_labels(self._owner))):
@@ -293,7 +293,7 @@ def follow_costs(sandbox: Sandbox, gauges: CostGauges) -> None:
 
 
 def refuse_sizes(needs: BoxNeeds, provider: str, where: str) -> None:
-    """For providers whose boxes have the size of their image. Raises `UnmetNeeds`."""
+    """Refuse sizes for providers whose boxes have the size of their image. Raises `UnmetNeeds`."""
     for name in ("memory_mb", "cpus", "storage_mb"):
         if getattr(needs, name) is not None:
             raise UnmetNeeds(f"a session asks for {name}, which boxes of {provider} cannot have by session: {where}")

@@ -127,6 +127,6 @@ def _add_views(app: FastAPI) -> None:
 
     @app.get(METRICS_PATH, response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics(server: ThisServer) -> Response:
-        """In Prometheus' text format."""
+        """Return metrics in Prometheus' text format."""
         server.measure()
         return Response(server.metrics.text(), media_type=CONTENT_TYPE)

@@ -113,7 +113,7 @@ class ServerState:
 
 
 def default_image(config: SandboxConfig) -> str:
-    """By its own name; a backend without images has the machine's own system."""
+    """Return the default image by its own name; a backend without images has the machine's own system."""
     image: str = getattr(config, "image", "host") if config.backend == "docker" else "host"
     return image
 
@@ -187,7 +187,7 @@ async def end_sessions(server: ThisServer, caller: ThisCaller, label: LabelStart
 
 @router.get("/sessions/{session_id}", response_model=SessionView)
 async def show(entry: ThisSession) -> SessionView:
-    """Its state. This counts as a use: the time without use starts anew."""
+    """Return the session's state. This counts as a use: the time without use starts anew."""
     entry.touch()
     return _view(entry)
 

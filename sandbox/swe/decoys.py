@@ -32,7 +32,9 @@ ParameterValues = Sequence[Sequence[Mapping[str, str]]]
 
 @dataclass(frozen=True, slots=True)
 class BoxChanges:
-    """What the tests of a grading box expect. A box shows nothing else, so that no box is told from another one."""
+    """The expectations of the tests of a grading box. A box shows nothing else, so that no box is told from another
+    one.
+    """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Hidden tests and their data, all of them in each box: written last, whether or not they differ."""
@@ -45,7 +47,7 @@ class BoxChanges:
 
 
 class Verdicts(Protocol):
-    """What one run showed (`run_tests.Ran`)."""
+    """The verdicts of one run (`run_tests.Ran`)."""
 
     @property
     def outcomes(self) -> Mapping[str, str]: ...
@@ -93,7 +95,7 @@ class Round:
 
 
 def certain_rounds(task: SweTask, files: Mapping[str, bytes], count: int) -> list[Round]:
-    """By what is certain; none where no hidden test has an expectation to get wrong.
+    """Return rounds with certain verdicts; none if no hidden test has an expectation to get wrong.
 
     Of each test function one other version is made. The number of rounds that have it is uniform from 1 to `count`:
     how often a version is seen then says nothing of which one is right.

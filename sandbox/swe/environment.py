@@ -69,7 +69,7 @@ class SweEnvironment:
             raise PatchError(str(error)) from error
 
     async def diff(self) -> bytes:
-        """What was changed since the snapshot, exact, binary and new files too, without what git ignores.
+        """Return the changes since the snapshot, exact, binary and new files too, without what git ignores.
 
         However the model used its own git. Repositories within the repository are left out. Raises `PatchError`
         where the patch is too large or the snapshot was destroyed (a box that ran out of memory loses its files).

@@ -76,7 +76,7 @@ def apply_all(data: bytes, edits: Collection[Edit]) -> bytes:
 
 
 def _may_fail(function: Function, source: Source) -> bool:
-    """It may be marked as one that fails, or pytest does not run it as a plain function."""
+    """Return True if it may be marked as one that fails, or pytest does not run it as a plain function."""
     start, end = source.lines(first_line(function), function.end_lineno or function.lineno)
     marked = any(word in source.data[start:end] for word in _MAY_FAIL)
     return marked or any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))

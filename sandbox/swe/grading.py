@@ -22,7 +22,7 @@ from penstock.sandbox.swe.task import SweLimits, SweTask
 async def grade(
     sandbox: Sandbox, task: SweTask, patch: bytes | str, limits: SweLimits | None = None, label: str = ""
 ) -> Grade:
-    """Whether the task's tests pass on its snapshot with `patch`. Nothing of the model's own box is used.
+    """Grade the task's tests on its snapshot with `patch`. Nothing of the model's own box is used.
 
     The patch runs in several fresh boxes, in some with hidden tests that it must not pass (`decoys`).
 

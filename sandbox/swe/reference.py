@@ -1,4 +1,5 @@
-"""What a task's reference patch proves: which changed values its tests notice, which data files may be hidden.
+"""Facts that a task's reference patch proves: the changed values that its tests notice, the data files that may be
+hidden.
 
 Learnt once per task and process, in boxes of its own. A decoy that is not certain by itself (a parameter's value, a
 constant, a data file) is used only where the reference patch, which passes the task's tests, fails the changed ones
@@ -104,7 +105,7 @@ class Reference:
         return boxes.with_limits_times(max(1.0, PATIENCE * ROOM * seen.used))
 
     def _whole(self, changes: BoxChanges) -> BoxChanges:
-        """What every box gets, with these differences."""
+        """Return the changes that every box gets, with these differences."""
         values = self._base.ran.parameters if self._base is not None else {}
         values = {test: rows for test, rows in values.items() if function_of(test) not in self._by_data}
         return BoxChanges({**self._files, **changes.files}, {**values, **changes.parameters}, self._hidden)

@@ -64,7 +64,7 @@ class Grade:
         return repaired / len(self.fail_to_pass) if kept and not self.doubt else 0.0
 
     def report(self) -> dict[str, Any]:
-        """In the shape of SWE-bench's ``report.json``."""
+        """Return the report in the shape of SWE-bench's ``report.json``."""
         groups = {"FAIL_TO_PASS": self.fail_to_pass, "PASS_TO_PASS": self.pass_to_pass}
         applied = not self.doubt.startswith("the patch")
         return {

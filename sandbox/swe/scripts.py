@@ -1,4 +1,4 @@
-"""What is done with git in a box, as POSIX shell. Each script begins with `BEGIN`: ``sh -c TEXT swe STATE FOLDER …``.
+"""Scripts for git in a box, as POSIX shell. Each script begins with `BEGIN`: ``sh -c TEXT swe STATE FOLDER …``.
 
 STATE/base.git is the snapshot's own git directory. The model sees a copy of it as FOLDER/.git, and may do with that
 what it likes: the patch is taken against base.git. Its ``info/attributes`` switch off every conversion, so that what

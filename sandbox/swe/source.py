@@ -73,6 +73,6 @@ def _functions_of(body: list[ast.stmt], path: tuple[str, ...]) -> Iterator[tuple
 
 
 def first_line(statement: ast.stmt) -> int:
-    """Its decorators included."""
+    """Return the first line of a statement, its decorators included."""
     decorators = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(one.lineno for one in decorators)])

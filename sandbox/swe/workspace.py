@@ -130,7 +130,7 @@ class Workspace:
 
     @classmethod
     async def find(cls, session: Session, task: SweTask, limits: SweLimits) -> Workspace:
-        """Where things lie in this box; makes the folders. Raises `SweTaskError` where they cannot be made."""
+        """Return the workspace of this box; makes its folders. Raises `SweTaskError` where they cannot be made."""
         make = 'mkdir -p "$1" "$2" && cd -- "$2" && pwd -P && cd - >/dev/null && cd -- "$1" && pwd -P'
         argv = ["sh", "-c", make, "swe", ".penstock_swe", task.folder]
         result = await session.run(argv, timeout_s=limits.command_timeout_s)

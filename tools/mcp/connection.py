@@ -49,7 +49,7 @@ class McpServer(BaseModel):
         return self.url or " ".join([self.command or "", *self.args])
 
     def target(self) -> Any:
-        """What the SDK's `Client` connects to. Raises `ValueError` where the SDK or a named variable is missing."""
+        """Return the target of the SDK's `Client`. Raises `ValueError` where the SDK or a named variable is missing."""
         try:
             from mcp import StdioServerParameters
             from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client

@@ -1,4 +1,4 @@
-"""How models write tool calls, and how they are read back."""
+"""Parsers of the tool calls that models write."""
 
 import lazy_loader
 

@@ -66,7 +66,7 @@ def id_of(value: Mapping[str, Any]) -> str:
 
 
 def arguments_key(value: Any, usual: str, other: str) -> str:
-    """What a model that was taught `usual` calls the arguments; models tuned on other data keep to `other`."""
+    """Return the key of the arguments: `usual`, or `other` for models that were tuned on other data."""
     return other if isinstance(value, dict) and other in value and usual not in value else usual
 
 
@@ -94,8 +94,9 @@ def named_calls(
 
 
 def unusable(value: Any) -> str | None:
-    """What is wrong with it. JSON can escape half of a surrogate pair, which no file or tokenizer takes, and write
-    numbers without end."""
+    """Return what is wrong with a value; None if nothing is. JSON can escape half of a surrogate pair, which no file or
+    tokenizer takes, and write numbers without end.
+    """
     if _is_deep(value):
         return f"it is nested more than {MAX_DEPTH} levels deep"
     try:

@@ -82,6 +82,6 @@ def _literal_or_text(text: str) -> Any:
 
 
 def argument_schema(name: str, tools: Sequence[Mapping[str, Any]]) -> ArgumentSchema:
-    """That of the tool `name`; one without arguments if there is no such tool."""
+    """Return the schema of the tool `name`; one without arguments if there is no such tool."""
     schemas = (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name)
     return ArgumentSchema(next(schemas, None))

@@ -95,8 +95,9 @@ def _read_answer(text: str, start: int, tools: Tools) -> tuple[list[NamedCall], 
 
 
 def _starts(text: str) -> list[int]:
-    """Where an answer may begin: with the text, or behind a thought. A value may spell ``</think>`` too, so a thought
-    ends at the first one or at the last one; what is malformed is told of the last place alone."""
+    """Return the places where an answer may begin: with the text, or behind a thought. A value may spell ``</think>``
+    too, so a thought ends at the first one or at the last one; what is malformed is told of the last place alone.
+    """
     if THOUGHT not in text:
         return [0]
     behind = [text.find(THOUGHT) + len(THOUGHT), text.rfind(THOUGHT) + len(THOUGHT)]
@@ -150,7 +151,9 @@ def _read_argument(text: str, start: int, types: set[str]) -> tuple[Any, int]:
 
 
 def _read_quoted(text: str, start: int, quote: str) -> tuple[str, int]:
-    """What Python reads where an argument can end behind it, else all up to where one can."""
+    """Return the string that Python reads if an argument can end behind it, else the text up to such an end; and its
+    end.
+    """
     try:
         value, end = read_text(text, start)
         if text.startswith((",", ")"), skip_space(text, end)):

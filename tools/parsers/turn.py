@@ -100,7 +100,7 @@ def read_marked(
 
 
 def _behind_thought(text: str, opening: str, read: ReadCall, thought_end: str) -> int:
-    """Where the thought ends that may begin the text: at the first mark that stands in no argument of a call."""
+    """Return the end of a thought at the beginning of the text: the first mark that stands in no argument of a call."""
     position, end = 0, text.find(thought_end) if thought_end else -1
     for _ in range(MAX_CALLS):
         start = text.find(opening, position, max(end, 0))
@@ -199,7 +199,7 @@ def tool_name(text: str) -> str:
 
 
 def skip_space(text: str, start: int) -> int:
-    """Where the space at `start` ends."""
+    """Return the end of the space at `start`."""
     match = _SPACE.match(text, start)
     return match.end() if match else start
 

@@ -15,7 +15,7 @@ class BadCorpus(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """What a search finds."""
+    """A passage of a corpus."""
 
     id: str
     title: str
@@ -23,11 +23,13 @@ class Passage:
 
     @property
     def contents(self) -> str:
-        """As in Search-R1's corpora, whose clients split it again: the title in quotes, a line break, the text."""
+        """Title and text as in Search-R1's corpora, whose clients split them: the title in quotes, a line break, the
+        text.
+        """
         return f'"{self.title}"\n{self.text}'
 
     def to_document(self) -> dict[str, str]:
-        """As the server answers."""
+        """Return the passage in the server's form."""
         return {"id": self.id, "title": self.title, "text": self.text, "contents": self.contents}
 
 
@@ -41,7 +43,7 @@ class Hit:
 
 
 class Index(Protocol):
-    """What the server asks, from any thread."""
+    """A search index, safe from any thread."""
 
     def __len__(self) -> int:
         """Passages."""

@@ -23,7 +23,7 @@ class IndexFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What an index was built from: while this is unchanged, it is reused."""
+    """The sources of an index, which is reused while they are unchanged."""
 
     kind: str
     """Of the index, with the number of its format."""

@@ -53,7 +53,7 @@ def build_app(index: Index, token: str, topk: int = 3) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        """How many passages there are."""
+        """Return the number of passages."""
         return {"passages": len(index)}
 
     return app

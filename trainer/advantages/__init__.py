@@ -16,7 +16,7 @@ from penstock.trainer.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """What an estimator sees. E episodes, U turns, N sampled tokens; turns and tokens in order of time, episode by
+    """The input of an estimator. E episodes, U turns, N sampled tokens; turns and tokens in order of time, episode by
     episode. All numbers float64, all indices int64."""
 
     rewards: Tensor
@@ -105,7 +105,7 @@ def _renumbered(index: Tensor, kept: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """What an estimator returns."""
+    """The result of an estimator."""
 
     tokens: Tensor
     """[N] float64"""
@@ -122,8 +122,9 @@ ADVANTAGES: Registry[Estimator] = Registry("advantage estimator", package="penst
 
 
 def needs_of(function: Callable[..., object]) -> frozenset[str]:
-    """Of an estimator ``groups`` (two members or more), ``values`` (a critic), ``implicit`` (an implicit reward model),
-    ``greedy`` (a greedy member of each group); of a loss ``sequences`` and ``groups``."""
+    """Return the needs of an estimator: ``groups`` (two members or more), ``values`` (a critic), ``implicit`` (an
+    implicit reward model), ``greedy`` (a greedy member of each group); of a loss ``sequences`` and ``groups``.
+    """
     return frozenset(getattr(function, "needs", ()))
 
 

@@ -41,7 +41,7 @@ class CorrectionInput:
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """What a correction returns."""
+    """The result of a correction."""
 
     weights: Tensor
     """[N] at least 0"""

@@ -41,7 +41,7 @@ class RowPool(StrEnum):
 
 
 class CurriculumWeights(BaseModel):
-    """What may be changed while a run trains (`penstock curriculum`)."""
+    """The weights that may be changed while a run trains (`penstock curriculum`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -113,7 +113,9 @@ class SourceRows:
         self._turns: RoundRobin[RowPool] = RoundRobin()
 
     def draw(self, weights: CurriculumWeights) -> int:
-        """Where no row is in a pool with a weight, all rows count alike: a source with a weight never runs dry."""
+        """Draw a row. If no row is in a pool with a weight, all rows count alike: a source with a weight never runs
+        dry.
+        """
         counts = {pool: float(len(rows)) for pool, rows in self.pools.items()}
         shares = {pool: weights.of_pool(pool) * count for pool, count in counts.items()}
         rows = self.pools[self._turns.pick(shares if any(shares.values()) else counts)]

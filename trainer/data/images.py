@@ -22,7 +22,7 @@ class UnreadableImages(ValueError):
 
 
 def sees_images(model: str) -> bool:
-    """Whether `model`, a folder or a hub's name, is loaded for training as a model of images and text.
+    """Return True if `model`, a folder or a hub's name, is loaded for training as a model of images and text.
 
     A kind that transformers also knows as a causal language model (Gemma 3, Qwen3.5) is trained as that, without
     images. False where the folder says nothing: whoever loads it says why.
@@ -41,8 +41,9 @@ def sees_images(model: str) -> bool:
 
 
 def encoded_images(images: EpisodeImages) -> list[list[bytes]]:
-    """Of each segment, the images in the order of their places, verified against their names. Those that the task has
-    in files are read there. Raises `UnreadableImages`."""
+    """Return the images of each segment in the order of their places, verified against their names. Those that the task
+    has in files are read there. Raises `UnreadableImages`.
+    """
     data = _read_all(images)
     return [[data[name] for name in names] for names in images.by_segment]
 
@@ -56,7 +57,7 @@ def keep_images(images: EpisodeImages, folder: Path) -> None:
 
 
 def _read_all(images: EpisodeImages) -> dict[str, bytes]:
-    """By name."""
+    """Return all images by name."""
     try:
         refs = [ImageRef(sha256=name, url=url) for name, url in images.urls.items()]
         read: Sequence[bytes] = read_images(refs)

@@ -1,4 +1,4 @@
-"""Where training tasks come from: an endless shuffled stream of the dataset, or a curriculum.
+"""Sources of training tasks: an endless shuffled stream of the dataset, or a curriculum.
 
 A task's name holds its place in the stream, so no name is given twice over restarts. Under a curriculum it ends with
 the row as well, ``train/0000/00000017/42``: a group's result is that of its row, whoever submitted it.
@@ -54,7 +54,7 @@ class StreamedTasks:
 
 
 class CurriculumTasks:
-    """As a `Curriculum` draws them; a `TaskOrder`. Its methods are called one at a time."""
+    """Tasks as a `Curriculum` draws them; a `TaskOrder`. Its methods are called one at a time."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ def write_weights(run_dir: Path, weights: CurriculumWeights) -> None:
 
 
 def row_of(task_id: str) -> int | None:
-    """Of a task that a curriculum drew: its row; None of another one."""
+    """Return the row of a task that a curriculum drew; None for another one."""
     parts = task_id.split("/")
     return int(parts[3]) if len(parts) == 4 and parts[3].isdecimal() else None
 

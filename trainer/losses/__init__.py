@@ -15,7 +15,7 @@ from penstock.trainer.lazy_torch import Tensor, torch
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """What a loss over whole episodes needs of them, for each of N tokens; the same for all tokens of an episode."""
+    """The input of a loss over whole episodes, for each of N tokens; the same for all tokens of an episode."""
 
     ratio: Tensor
     """[N] Σ (logπ − logπ_prox) over the trained tokens of the token's episode, at the start of this update"""

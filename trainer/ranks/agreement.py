@@ -48,7 +48,7 @@ def _is_one_batch(ranks: Ranks, held: Sequence[dict[str, Any]], groups: list[int
 
 
 def _digest(batch: StepBatch) -> str:
-    """Of what this rank trains."""
+    """Return a digest of the batch of this rank."""
     digest = xxhash.xxh3_64(batch.rewards.tobytes())
     for row in batch.rows:
         for numbers in (row.ids, row.targets, row.behaviour, row.staleness, row.mask):
@@ -74,7 +74,7 @@ def _described(ranks: Ranks, batch: StepBatch) -> str:
 
 
 def _names(groups: Sequence[Sequence[str]]) -> str:
-    """Of groups, by their episodes."""
+    """Return the names of groups, by their episodes."""
     named = [f"{group[0].rpartition('#')[0]} of {len(group)}" for group in groups[:NAMED] if group]
     more = [f"{len(groups) - NAMED} more"] if len(groups) > NAMED else []
     return ", ".join(named + more) or "none"

@@ -238,7 +238,9 @@ class TorchThread:
 
 
 def rendezvous_store() -> dist.Store | None:
-    """For ranks of one machine; a rank without torchrun is alone. None: torchrun's environment says where to go."""
+    """Return the store for ranks of one machine; a rank without torchrun is alone. None: torchrun's environment says
+    where to go.
+    """
     if "RANK" not in os.environ:
         return dist.HashStore()
     file = os.environ.get(RANKS_FILE_VARIABLE)

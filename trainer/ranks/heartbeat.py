@@ -127,7 +127,7 @@ class Heartbeat:
             return cls(0, _accept(server, secret, ranks.world - 1), timeout_s, patience_s)
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """As the exit of a context: the rank ends with this error, or in order. The first call counts."""
+        """Leave as the exit of a context does: the rank ends with this error, or in order. The first call counts."""
         if self._has_left:
             return
         self._has_left, self._failed = True, isinstance(error, Exception)

@@ -30,7 +30,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """How one copy of the model is split. By default it is not: every rank is its own replica."""
+    """The split of one copy of the model. By default it is not: every rank is its own replica."""
 
     tensor: int = 1
     """T: ranks that share each matrix."""
@@ -44,7 +44,7 @@ class RankLayout:
 
     @property
     def ranks(self) -> int:
-        """That hold the same rows."""
+        """The ranks that hold the same rows."""
         return self.tensor * self.context * self.stages
 
     def place(self, rank: int, world: int) -> RankPlace:

@@ -34,7 +34,7 @@ class Preemption:
         self._is_told = is_told
 
     def begin_step(self) -> None:
-        """On all ranks, before the first forward of a step."""
+        """Begin a step; called on all ranks, before its first forward."""
         self._may_give_up = self._is_told is not None
         self._random = torch.get_rng_state()
 
@@ -49,7 +49,7 @@ class Preemption:
             raise StepGivenUp
 
     def weights_change(self) -> None:
-        """Of policy or critic: the step under way is finished, whatever is told from here on."""
+        """Take note that policy or critic change: the running step is finished, whatever signal comes from here on."""
         self._may_give_up = False
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ class ConversationFile:
         return int(self._bounds[number + 1] - self._bounds[number])
 
     def segment(self, number: int) -> Segment:
-        """As of an episode, with logprobs 0 and of version 0."""
+        """Return a segment as of an episode, with logprobs 0 and version 0."""
         start, end = (int(bound) for bound in self._bounds[number : number + 2])
         ids, mask = self._ids[start:end], self._mask[start:end]
         first = int(np.flatnonzero(mask)[0])

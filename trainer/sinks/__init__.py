@@ -1,4 +1,4 @@
-"""Where a run's numbers go besides ``metrics.jsonl``, by name. `trainer.sinks` chooses.
+"""Destinations of a run's metrics besides ``metrics.jsonl``, by name. `trainer.sinks` chooses.
 
     recorder ──► jsonl (what the run itself reads; always there)
              └─► `AsyncSink` ──queue──► its own thread ──► tensorboard | wandb | yours
@@ -43,7 +43,7 @@ class MetricSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SinkJob:
-    """What a sink is made with."""
+    """The input of a sink."""
 
     run_dir: Path
     settings: Mapping[str, Any] = field(default_factory=dict)

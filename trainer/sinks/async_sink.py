@@ -85,5 +85,5 @@ class AsyncSink:
 
 
 def open_sinks(names: Sequence[str], job: SinkJob) -> list[MetricSink]:
-    """Those that the recipe names; a recorder has ``jsonl`` by itself."""
+    """Open the sinks that the recipe names; a recorder has ``jsonl`` by itself."""
     return [AsyncSink(name, SINKS.get(name), job) for name in dict.fromkeys(names) if name != "jsonl"]

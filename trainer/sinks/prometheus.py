@@ -1,4 +1,4 @@
-"""What the trainer tells Prometheus: a sink whose newest numbers wait to be asked for."""
+"""Prometheus' metrics of the trainer: a sink whose newest numbers wait to be scraped."""
 
 from __future__ import annotations
 

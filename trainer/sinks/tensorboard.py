@@ -33,7 +33,9 @@ class Board:
 
 
 def as_code(text: str) -> str:
-    """As Markdown that shows the text letter for letter: TensorBoard renders texts, and models write what they like."""
+    """Return Markdown that shows the text letter for letter: TensorBoard renders texts, and models write what they
+    like.
+    """
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 

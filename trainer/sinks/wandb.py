@@ -31,7 +31,7 @@ class WandbRun:
         """Sent with the step's numbers: its own call would be its own row."""
 
     def rewind(self, step: int) -> None:
-        """What was sent stays sent; replayed versions are sent again, and the newest value of a version counts."""
+        """Rewind: what was sent stays; replayed versions are sent again, and the newest value of a version counts."""
 
     def step(self, version: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({**numbers(metrics), VERSION: version, **self._texts})

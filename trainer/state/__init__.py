@@ -1,1 +1,1 @@
-"""What a run keeps on disk: checkpoints and records."""
+"""The files of a run: checkpoints and records."""

@@ -70,7 +70,7 @@ class NotSaved(CheckpointFailed):
 
 
 def failed_save(folder: Path, nbytes: int, error: BaseException) -> CheckpointFailed:
-    """What `error` means for the unfinished checkpoint `folder` of `nbytes`, which is gone.
+    """Return the failure of the unfinished checkpoint `folder` of `nbytes`, which is removed.
 
     torch's `CheckpointException`, which is no `Exception`, has an error for each rank that failed.
     """
@@ -195,7 +195,9 @@ def read_whole(path: Path) -> CheckpointInfo:
 
 
 def read_marker(path: Path) -> MarkedCheckpoint:
-    """Of the checkpoint's files this one alone is checked. Raises `OSError`, `ValueError`, `KeyError`, `TypeError`."""
+    """Read the marker, the only file of the checkpoint that is checked here. Raises `OSError`, `ValueError`,
+    `KeyError`, `TypeError`.
+    """
     marker = json.loads((path / COMPLETE).read_text())
     if _digest({key: value for key, value in marker.items() if key != "xxh3"}) != marker["xxh3"]:
         raise ValueError(f"{COMPLETE} differs from its checksum")
@@ -238,12 +240,16 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def leave_fingerprints(folder: Path, rank: int, written: Mapping[str, Mapping[str, Any]]) -> None:
-    """Of the files that `rank` wrote into the unfinished checkpoint `folder`, by their path in it; for `seal`."""
+    """Leave the fingerprints of the files that `rank` wrote into the unfinished checkpoint `folder`, by their path in
+    it; for `seal`.
+    """
     write_atomically(folder / WRITTEN.format(rank=rank), json.dumps(written))
 
 
 def _taken_fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of all files below `folder`: those that ranks left, which go; a file of which none was left is read."""
+    """Return the fingerprints of all files below `folder`: those that ranks left, which are removed; other files are
+    read.
+    """
     left: dict[str, dict[str, Any]] = {}
     for path in folder.glob(WRITTEN.format(rank="*")):
         left |= json.loads(path.read_text())
@@ -277,7 +283,7 @@ class RecentBatches:
         self._groups[step] = groups
 
     def update(self, batches: Mapping[int, Groups]) -> None:
-        """Those of the checkpoint that was restored."""
+        """Take over the batches of the checkpoint that was restored."""
         self._groups |= batches
 
     def committed(self, step: int) -> None:
@@ -285,7 +291,7 @@ class RecentBatches:
         self._commits.append((self._clock(), step))
 
     def below(self, step: int) -> dict[int, Groups]:
-        """What a checkpoint of `step` has to remember."""
+        """Return the batches that a checkpoint of `step` has to remember."""
         durable_since = self._clock() - self._keep_s
         first = max((below for when, below in self._commits if when <= durable_since), default=0)
         self._commits = [(when, below) for when, below in self._commits if when > durable_since]

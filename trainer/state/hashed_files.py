@@ -55,7 +55,7 @@ class HashingStream(io.RawIOBase):
         return self._bytes
 
     def fileno(self) -> int:
-        """What was written before is with the kernel then, for `os.fsync`."""
+        """Return the descriptor; everything written before is with the kernel, for `os.fsync`."""
         self._stream.flush()
         return int(self._stream.fileno())
 
@@ -69,8 +69,9 @@ class HashingStream(io.RawIOBase):
 
 
 def save_hashed(tensors: Mapping[str, Tensor], path: Path) -> Fingerprint:
-    """What `safetensors.torch.save_file` writes, readable by `load_file`. The tensors are contiguous and on the host.
-    Raises `OSError`, `KeyError` for a dtype that no checkpoint has."""
+    """Write the bytes of `safetensors.torch.save_file`, readable by `load_file`. The tensors are contiguous and on the
+    host. Raises `OSError`, `KeyError` for a dtype that no checkpoint has.
+    """
     # Wide types first: then every tensor begins at a multiple of its own width.
     ordered = sorted(tensors.items(), key=lambda one: (-one[1].element_size(), one[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

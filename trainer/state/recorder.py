@@ -115,7 +115,9 @@ class Recorder(Records):
         self._stopping.check(metrics)
 
     def _keep_images(self, trajectories: Sequence[Trajectory]) -> None:
-        """For people: a record without its images is better than no record."""
+        """Keep the images of trajectories. A failure is logged: a record without its images is better than no
+        record.
+        """
         for trajectory in trajectories:
             try:
                 if trajectory.images is not None:

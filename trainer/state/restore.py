@@ -56,7 +56,7 @@ def newest_whole(store: CheckpointStore, ranks: Ranks) -> CheckpointInfo | None:
 
 
 def shares_of(files: Mapping[str, Fingerprint], ranks: int) -> list[dict[str, Fingerprint]]:
-    """By rank: every file once, the largest first to the rank that has the fewest bytes so far."""
+    """Return the files by rank: every file once, the largest first to the rank that has the fewest bytes so far."""
     shares: list[dict[str, Fingerprint]] = [{} for _ in range(ranks)]
     sizes = [0] * ranks
     for name in sorted(files, key=lambda one: (-int(files[one]["bytes"]), one)):

@@ -68,7 +68,7 @@ class Saver(BackgroundWork):
         return self._store.damaged
 
     def has(self, step: int) -> bool:
-        """Whether the state after `step` steps is saved, or is being saved."""
+        """Return True if the state after `step` steps is saved, or is being saved."""
         return step == self._saved
 
     async def restore(self) -> int:

@@ -50,13 +50,13 @@ _POSITION = struct.Struct(">I")
 
 
 def lease_from_row(row: Sequence[Any]) -> Lease:
-    """From {episode, member, attempts, fence, floor, task, journal}."""
+    """Return the lease of {episode, member, attempts, fence, floor, task, journal}."""
     episode, member, attempts, fence, floor, task, journal = row
     return Lease(episode.decode(), decode_task(task), member, attempts, fence, floor, journal_from_values(journal))
 
 
 def letter_from_row(row: Sequence[Any]) -> DeadLetter:
-    """From {episode, outcome, attempts, journal}."""
+    """Return the dead letter of {episode, outcome, attempts, journal}."""
     episode, outcome, attempts, journal = row
     ending = outcome_from_plain(unpack_plain(outcome, "outcome"))
     return DeadLetter(episode.decode(), ending, attempts, journal_from_values(journal))
@@ -96,7 +96,7 @@ def limits_to_args(limits: Limits) -> list[Any]:
 
 
 def status_from_map(found: dict[str, Any]) -> Status:
-    """From the packed map of script ``status``."""
+    """Return the status of the packed map of script ``status``."""
     version, step, forgotten, per_step, committed = found["run"]  # a commit under way forgets step by step
     counts, counters = _ints(found["counts"]), _ints(found["counters"])
     published = max(version, forgotten)

@@ -46,7 +46,9 @@ class Transfer(Protocol):
 
 
 class BroadcastGroup(ABC):
-    """What groups of all wires have. Forming one waits until all members are there; `RuntimeError` where one is not."""
+    """The interface of groups of all wires. Forming one waits until all members are there; `RuntimeError` where one is
+    not.
+    """
 
     def __init__(self, store: dist.TCPStore, member: Member) -> None:
         self._store = dist.PrefixStore(member.name, store)
@@ -65,7 +67,7 @@ class BroadcastGroup(ABC):
         self._store.set(f"done/{self._member.rank}", "1")
 
     def count_done(self) -> int:
-        """How many workers have all; waits for the others, `silence_s` in all."""
+        """Return the number of workers that have all bytes; waits for the others, `silence_s` in all."""
         done, give_up_at = 0, time.monotonic() + self._member.silence_s
         for rank in range(1, self._member.size):
             with contextlib.suppress(RuntimeError):

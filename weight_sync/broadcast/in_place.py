@@ -100,7 +100,7 @@ class JoinedBroadcast:
 
 @lru_cache(1)
 def _places(splits: tuple[tuple[int, ...], ...], split_of: tuple[int, ...], items: tuple[int, ...]) -> Places:
-    """Where the bytes of a stream are, on which rank of the trainer; those of the next version lie as these."""
+    """Return the places of a stream's bytes on the ranks of the trainer; those of the next version lie as these."""
     return Places([splits[number] for number in split_of], items)
 
 
@@ -189,5 +189,5 @@ def file_parts(manifest: Manifest, descriptor: int) -> Iterator[TensorPart]:
 
 
 def can_stream(manifest: Manifest) -> bool:
-    """Whether `file_parts` reads it: one file, whole, of dtypes that streams have."""
+    """Return True if `file_parts` reads it: one file, whole, of dtypes that streams have."""
     return len(manifest.files) == 1 and all(entry.dtype in ITEM_BYTES for entry in manifest.tensors)

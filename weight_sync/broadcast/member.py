@@ -48,11 +48,11 @@ class StagingEngine(Protocol):
 
     @property
     def weight_workers(self) -> int:
-        """How many of them need the whole version; known once it is started."""
+        """The number of workers that need the whole version; known once the engine is started."""
 
     @property
     def weight_wires(self) -> tuple[str, ...]:
-        """What they can receive over, the first choice first."""
+        """The wires that the workers can receive over, the first choice first."""
 
     async def stage_weights(self, offer: Offer) -> str:
         """All workers receive, while decoding goes on; the state that all of them hold.
@@ -67,7 +67,7 @@ class InPlaceEngine(StagingEngine, Protocol):
 
     @property
     def stands_still(self) -> bool:
-        """It was paused for a broadcast, and has not been given a version since: it samples nothing."""
+        """True if it was paused for a broadcast and has no version since: it samples nothing."""
 
     async def receive_weights(self, offer: Offer) -> str:
         """All workers receive, under the pause; the state that all of them hold. `load_weights` ends the pause: of the
@@ -138,7 +138,9 @@ class BroadcastMember:
             self.busy = False
 
     async def holds(self, manifest: Manifest) -> bool:
-        """Whether the workers hold exactly this version; waits for a broadcast of it that is under way. Once."""
+        """Return True if the workers hold exactly this version; waits for its broadcast if that is under way. Called
+        once.
+        """
         current = self._round
         if current is None or current.name != manifest.broadcast_name:
             return False
@@ -192,7 +194,7 @@ class BroadcastMember:
     async def _park_while(
         self, http: httpx.AsyncClient, engine: StagingEngine, url: str, address: Callable[[], str]
     ) -> Offer | None:
-        """As `_park`; a server that must not be a member any more leaves, so that the others do not wait for it."""
+        """Run `_park`; a server that must not be a member any more leaves, so that the others do not wait for it."""
         parking = asyncio.create_task(self._park(http, url, engine), name="wait for a broadcast")
         try:
             while not parking.done():

@@ -1,4 +1,4 @@
-"""Where streams lie: memory of one process, or memory that a machine's processes share."""
+"""Memory of streams: of one process, or shared by a machine's processes."""
 
 from __future__ import annotations
 
@@ -42,12 +42,14 @@ class SpareMemory:
 
 
 def spare_memory(nbytes: int) -> torch.Tensor:
-    """Of `SpareMemory`, whose last tensor frees it."""
+    """Return memory of `SpareMemory`, whose last tensor frees it."""
     return SpareMemory(nbytes).tensor()
 
 
 def bucket_memory(nbytes: int) -> torch.Tensor:
-    """Of one bucket; pinned in a process that computes on a GPU, which moves it at the bus's full rate then."""
+    """Return memory of one bucket; pinned in a process that computes on a GPU, so that copies use the bus's full
+    rate.
+    """
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     return spare_memory(nbytes)
@@ -77,7 +79,7 @@ def on_host(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[torc
 
 
 def two_buckets(nbytes: int, bucket_bytes: int) -> Iterator[torch.Tensor]:
-    """For a stream of `nbytes`, two in turn: one is received while what came into the other is used."""
+    """Yield two buckets in turn for a stream of `nbytes`: one is received while the content of the other is used."""
     left, two = nbytes, [bucket_memory(min(bucket_bytes, nbytes)) for _ in range(2)]
     number = 0
     while left:

@@ -51,7 +51,7 @@ class NcclCommunicator:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is being set up. False once a broadcast is posted on its stream, before its bytes arrive.
+        """True while a call is being set up. False once a broadcast is posted on its stream, before its bytes arrive.
 
         Raises `NcclError` if a call failed or a member is gone.
         """
@@ -72,7 +72,7 @@ class NcclCommunicator:
             _check(self._library, code)
 
     def abort(self) -> None:
-        """What is under way ends; the others' calls fail. Once."""
+        """End running calls; the calls of other members fail. Called once."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if handle:
             self._library.ncclCommAbort(handle)
@@ -108,7 +108,9 @@ class Nccl:
         return bytes(found)
 
     def join(self, size: int, unique_id: bytes, rank: int, silence_s: float) -> NcclCommunicator:
-        """On the current device, once all members are there. Raises `NcclError`, also after `silence_s`."""
+        """Return a communicator on the current device, once all members are there. Raises `NcclError`, also after
+        `silence_s`.
+        """
         config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, 1, MOST_CHANNELS, None)
         handle, name = ctypes.c_void_p(), _UniqueId.from_buffer_copy(unique_id)
         arguments = (ctypes.byref(handle), size, name, rank, ctypes.byref(config))

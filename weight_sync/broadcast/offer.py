@@ -1,4 +1,4 @@
-"""What trainer and servers agree on before a version is broadcast. No torch: a sidecar reads it.
+"""The agreement of trainer and servers before a version is broadcast. No torch: a sidecar reads it.
 
     POST /broadcasts {"count": 2, "wire": "nccl/2.27.3,gloo/2"}   a server with two workers waits for the next version
       200 Offer        its places in that version's group, and the tensors that come
@@ -201,7 +201,7 @@ class StreamDigests:
 
 
 def _check(offer: Offer) -> None:
-    """What passes here decides how much memory a worker takes and whom it connects to."""
+    """Check an offer, which decides how much memory a worker takes and what it connects to."""
     for part in fields(offer):
         value = getattr(offer, part.name)
         kind = {"int": int, "str": str, "float": (int, float)}.get(str(part.type), tuple)

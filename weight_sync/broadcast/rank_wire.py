@@ -25,7 +25,7 @@ CLOSE_S = 60.0
 
 
 class Kind(IntEnum):
-    """Of a question."""
+    """Kinds of questions."""
 
     PING = 0
     BUCKET = 1
@@ -53,7 +53,7 @@ class RankWire:
 
     @classmethod
     def open(cls, rank: int, world: int, timeout: timedelta) -> RankWire:
-        """Of the ranks of the process group; a collective."""
+        """Open the wire between the ranks of the process group; a collective."""
         return cls(rank, world, dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None)
 
     def start(self, answer: Callable[[], None]) -> None:
@@ -82,7 +82,7 @@ class RankWire:
                 self.ask(rank, Kind.STOP)
 
     def invite(self, rank: int, place: bytes) -> None:
-        """It joins the group in which it sends, `OwnGroup.join`."""
+        """Let a rank join the group in which it sends, `OwnGroup.join`."""
         with self.lock:
             self.ask(rank, Kind.JOIN, len(place))
             dist.send(torch.frombuffer(bytearray(place), dtype=torch.uint8), dst=rank, group=self._group)
@@ -147,7 +147,7 @@ class RankWire:
                 logger.error("rank 0 of the trainer asks for no more weights: %s", error)
 
     def place(self, nbytes: int) -> bytes:
-        """What `invite` sends."""
+        """Return the content of `invite`."""
         place = torch.empty(nbytes, dtype=torch.uint8)
         dist.recv(place, src=0, group=self._group)
         return place.numpy().tobytes()

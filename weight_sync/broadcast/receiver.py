@@ -85,7 +85,7 @@ class _StagedVersion(ABC, Generic[Content]):
 
 
 class StagedWeights(_StagedVersion[dict[str, torch.Tensor]]):
-    """In memory of one worker, which stays: new memory costs more than the bytes that come into it."""
+    """A version in memory of one worker, which is reused: new memory costs more than the bytes that come into it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _SharedFile:
 
 
 class StagedMemory(_StagedVersion[_SharedFile]):
-    """In memory that is a safetensors file, received once for all processes of a server on one machine.
+    """A version in memory that is a safetensors file, received once for all processes of a server on one machine.
 
     A server's workers map the memory, or load its descriptor as a file: the wire brings each byte once, it is checked
     once, and lies in the machine's memory once.

@@ -53,12 +53,12 @@ class Members:
         self._attempt(lambda: self._begin(sender, memory))
 
     def wait(self) -> bool:
-        """Whether all that was begun has come. If not, `memory` may still be written to."""
+        """Return True if everything that was begun has arrived. If not, `memory` may still be written to."""
         self._attempt(self._wait)
         return self.are_there
 
     def count_done(self) -> int:
-        """How many workers have all bytes."""
+        """Return the number of workers that have all bytes."""
         return self._groups[0].count_done() if self._groups else 0
 
     def close(self) -> None:

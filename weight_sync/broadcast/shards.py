@@ -1,4 +1,4 @@
-"""What goes into a `WeightSource`, and what it says of a version."""
+"""Input of a `WeightSource`, and its description of a version."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Superseded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class VersionChanges:
-    """What the changes of a version cost."""
+    """The sizes of a version's changes."""
 
     base: int
     """The version before."""

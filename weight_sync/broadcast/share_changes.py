@@ -28,7 +28,7 @@ SUMMARY_WIDTH = 6
 
 
 class ShareChanges:
-    """Of one rank and version."""
+    """Changes of one rank and version."""
 
     def __init__(self, base: int | None, counts: Sequence[int]) -> None:
         """`base`: the version before, None where there is none to compare with. `counts`: this rank's values of each
@@ -78,7 +78,7 @@ def _compare(marks: NDArray[np.uint8], held: torch.Tensor, fresh: torch.Tensor) 
 
 
 def mark_bytes(count: int) -> int:
-    """Of one tensor's marks."""
+    """Return the bytes of one tensor's marks."""
     return -(-count // 8)
 
 

@@ -106,7 +106,7 @@ class WeightSource:
 
     @classmethod
     def open(cls, rank: int, world: int, timeout: timedelta, *, finds_changes: bool = False) -> WeightSource:
-        """Of the ranks of the process group; a collective. `finds_changes` as in the constructor.
+        """Open the source of the ranks of the process group; a collective. `finds_changes` as in the constructor.
 
         With several, they have a gloo group for this alone, whose messages do not mix with those of steps, and a thread
         each.
@@ -140,7 +140,7 @@ class WeightSource:
             self._changed.notify_all()
 
     def _lay_out(self, ordered: Sequence[Shard]) -> bool:
-        """Whether the copies lie as those of the version before."""
+        """Lay out the copies. Returns True if they lie as those of the version before."""
         tensors = tuple(StreamTensor(shard.name, shard.shape, shard.dtype) for shard in ordered)
         sizes = [shard.rank_bytes for shard in ordered]
         if tensors == self.tensors and sizes == self.sizes:
@@ -175,7 +175,7 @@ class WeightSource:
         yield from (bucket.bytes for bucket in self._filled(version, bucket_bytes, members or Members()))
 
     def changes(self, version: int) -> VersionChanges | None:
-        """On rank 0. None where some rank did not compare `version` with the one that it had before.
+        """Return the changes, on rank 0. None if some rank did not compare `version` with the one that it had before.
 
         Raises `Superseded`, and `RuntimeError` where a rank is gone.
         """
@@ -190,7 +190,7 @@ class WeightSource:
         return VersionChanges(bases.pop(), found)
 
     def marked_buckets(self, version: int, bucket_bytes: int) -> Iterator[MarkedBucket]:
-        """As `buckets`, with the marks of their values; of a version that has `changes`."""
+        """Yield `buckets` with the marks of their values, of a version that has `changes`."""
         whole_values = max(8, bucket_bytes // 8 * 8)
         for bucket in self._filled(version, whole_values, Members(), marked=True):
             yield MarkedBucket(bucket.bytes, [bucket.marked_part(part) for part in bucket.parts])
@@ -211,7 +211,7 @@ class WeightSource:
         self._buckets = under_way.memory
 
     def _own_buckets(self, under_way: _Pass) -> Iterator[Bucket]:
-        """Of a lone rank: nothing is fetched."""
+        """Yield the buckets of a lone rank, which fetches nothing."""
         version, members = under_way.version, under_way.members
         for begin in range(0, self.nbytes, under_way.bucket_bytes):
             piece = self._bytes[begin : begin + under_way.bucket_bytes]
@@ -224,7 +224,7 @@ class WeightSource:
             self._check(version)
 
     def _three_buckets(self, nbytes: int) -> list[torch.Tensor]:
-        """Those of the stream before, if it is at its end; a stream that breaks off gives its own up."""
+        """Return the buckets of the stream before, if it is at its end; a stream that breaks off gives its own up."""
         with self.wire.lock:
             kept, self._buckets = self._buckets, []
         if not kept or len(kept[0]) != nbytes:
@@ -247,7 +247,9 @@ class WeightSource:
         return bucket
 
     def _broadcast(self, bucket: Bucket, ranges: Sequence[RankRange], members: Members) -> bool:
-        """Whether it came: each rank sends its range to all members, and they begin in the order of the ranks."""
+        """Send a bucket: each rank sends its range to all members, in the order of the ranks. Returns True if it
+        arrived.
+        """
         self.wire.check_open()
         others = sorted({one.rank for one in ranges if one.rank})
         for rank in others:
@@ -277,7 +279,7 @@ class WeightSource:
             bucket.place(one)
 
     def _add_marks(self, bucket: Bucket) -> None:
-        """Of a rank's parts: one range of its marks."""
+        """Add the marks of a rank's parts: one range of its marks."""
         bucket.parts = self._places.within(bucket.begin, bucket.begin + len(bucket.bytes))
         with self.wire.lock:
             for rank in sorted({part.rank for part in bucket.parts}):
@@ -288,7 +290,7 @@ class WeightSource:
                 bucket.marks[rank] = (8 * begin, received.numpy())
 
     def _summaries(self, version: int) -> list[NDArray[np.int64]]:
-        """Of each rank. All are asked before the first answers: they count at once."""
+        """Return the summaries of each rank. All are asked before the first answers: they count at once."""
         found = [torch.empty(1 + len(self.tensors), SUMMARY_WIDTH, dtype=torch.int64) for _ in range(self._world)]
         behind: list[Superseded] = []
         with self.wire.lock:

@@ -44,7 +44,7 @@ def spread_shards(
 
 
 def _cut(count: int, item_bytes: int, kept: list[int], part_bytes: int) -> list[int]:
-    """How many of a tensor's `count` values each rank keeps, that has `kept` bytes of the tensors before."""
+    """Return how many of a tensor's `count` values each rank keeps, given the `kept` bytes of the tensors before."""
     world = len(kept)
     parts = max(1, min(world, count * item_bytes // part_bytes))
     keepers = sorted(sorted(range(world), key=lambda rank: kept[rank])[:parts])

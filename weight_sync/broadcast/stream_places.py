@@ -1,4 +1,4 @@
-"""Where a stream's bytes are, and the marks of what changed: on which rank, where in its copies, in which tensor."""
+"""Places of a stream's bytes and of the marks of changes: the rank, the place in its copies, the tensor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Bucket:
     """Of each rank, the number of the first one, and the marks."""
 
     def ranges(self, parts: Sequence[Part]) -> list[RankRange]:
-        """What each rank brings of this bucket, in the order of the ranks. `parts`: all of the bucket."""
+        """Return the range of each rank in this bucket, in the order of the ranks. `parts`: all of the bucket."""
         found, used = [], 0
         for rank in sorted({part.rank for part in parts}):
             for own in messages([part for part in parts if part.rank == rank]):
@@ -74,7 +74,7 @@ class Bucket:
         return found
 
     def place(self, came: RankRange) -> None:
-        """Its `memory` is filled."""
+        """Place a range whose `memory` is filled."""
         if came.scattered:
             scatter(came.memory, came.parts, self)
 

@@ -69,7 +69,9 @@ def apply_change(target: Words, encoding: Encoding, index: memoryview, values: m
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """What decides how the places of changes are coded. Of consecutive parts of a tensor: `followed_by`."""
+    """Gaps between changes, which decide the coding of their places. For consecutive parts of a tensor see
+    `followed_by`.
+    """
 
     count: int = 0
     """Changed values."""
@@ -81,7 +83,7 @@ class Gaps:
 
     @classmethod
     def of(cls, positions: Positions) -> Gaps:
-        """Of ascending places."""
+        """Return the gaps of ascending places."""
         if not positions.size:
             return cls()
         gaps = np.diff(positions) - 1
@@ -90,7 +92,7 @@ class Gaps:
         return cls(positions.size, int(positions[0]), int(positions[-1]), repeats)
 
     def followed_by(self, later: Gaps) -> Gaps:
-        """Of both, where all places of `later` are behind these."""
+        """Return the gaps of both, if all places of `later` are behind these."""
         if not (self.count and later.count):
             return self if self.count else later
         between = later.first - self.last - 1
@@ -103,7 +105,7 @@ class Gaps:
         return Gaps(self.count, self.first + by, self.last + by, self.repeats) if self.count else self
 
     def index_bytes(self, size: int) -> dict[Encoding, int]:
-        """By encoding, what the index costs of a tensor of `size` values."""
+        """Return the bytes of the index of a tensor of `size` values, by encoding."""
         costs: dict[Encoding, int] = {"bitmap": -(-size // 8)}
         for (encoding, code), repeats, largest in zip(_GAP_TYPES.items(), self.repeats, _LARGEST, strict=True):
             costs[encoding] = (self.count + repeats + self.first // largest) * np.dtype(code).itemsize

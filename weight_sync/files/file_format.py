@@ -54,7 +54,7 @@ class NoSpace(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a reader must find under `path`."""
+    """A file as a reader must find it under `path`."""
 
     path: Path
     bytes: int

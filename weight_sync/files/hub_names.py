@@ -46,7 +46,9 @@ class StoredParts:
 
 @dataclass
 class HubNames:
-    """Of one model. `of` makes it; afterwards the model is no longer needed, and may be sharded or have adapters."""
+    """The names of one model's tensors in its files. `of` makes it; afterwards the model is no longer needed, and may
+    be sharded or have adapters.
+    """
 
     parts: dict[str, StoredParts]
     """By the names of `model.state_dict()`, where the files have tensors under the parameter's own name."""
@@ -132,7 +134,9 @@ class HubNames:
         return self.parts[self.tied.get(name, name)]
 
     def stored_name(self, name: str) -> str | None:
-        """Of a parameter that the files have whole and in the model's form; None where they have it in parts."""
+        """Return the name in the files of a parameter that they have whole, in the model's form; None if they have it
+        in parts.
+        """
         parts = self.parts.get(self.tied.get(name, name))
         if parts is None:
             return name
@@ -148,7 +152,7 @@ class HubNames:
         yield from revert_weight_conversion(self._reverse, {name: tensor}).items()
 
     def split_experts(self, name: str, rows: torch.Tensor, first: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `split`, of the experts `first`, `first` + 1, … alone: views of `rows`, which are theirs of a parameter
+        """Yield `split` of the experts `first`, `first` + 1, … alone: views of `rows`, which are theirs of a parameter
         that has `experts`."""
         stored = self.experts(name)
         assert stored is not None, f"the rows of {name} are not made of tensors of their own"

@@ -79,7 +79,7 @@ class MappedVersion(MappedTensors):
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nothing has written to the file, or cut it, since it was verified."""
+        """True if nothing has written to the file, or cut it, since it was verified."""
         return identity_of(self.descriptor) == self.identity
 
     def check_unchanged(self) -> None:

@@ -175,7 +175,7 @@ def read_verified(manifest: Manifest) -> dict[str, torch.Tensor]:
 
 # records -----------------------------------------------------------------------------------------------------------
 def record_folder() -> Path:
-    """Where this user's records on this machine are; in memory if the system has such a folder."""
+    """Return the folder of this user's records on this machine; in memory if the system has such a folder."""
     parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     return parent / f"penstock-verified-{os.geteuid()}"
 

@@ -60,7 +60,7 @@ def verify_whole(file: ChainFile, part: PartialFile, checksums: Mapping[str, str
 
 
 def _find_damage(file: ChainFile, checksums: Mapping[str, str]) -> str:
-    """In words, with the tensor's name; files know the checksums of what they hold."""
+    """Describe damage of a file with the tensor's name; files know the checksums of their content."""
     try:
         with FileReader(file) as opened:
             if opened.metadata.get("penstock") != DELTA:
@@ -140,7 +140,9 @@ class FileFetch:
             logger.info("the trainer does not know that version %d is here: %r", file.version, error)
 
     def _offer(self, file: ChainFile) -> str:
-        """What we tell the trainer. On loopback we are of use only to a trainer, and its servers, on this machine."""
+        """Return the address that the trainer is told. On loopback we are of use only to a trainer, and its servers, on
+        this machine.
+        """
         return self._serves if _on_loopback(self._serves) <= _on_loopback(file.place) else ""
 
     def _ask_trainer(self, job: _FetchJob) -> None:
@@ -260,7 +262,7 @@ class Downloader:
 
     @property
     def bytes_received(self) -> dict[str, int]:
-        """By source: ``trainer``, ``peers``."""
+        """Bytes received by source: ``trainer``, ``peers``."""
         return dict(self._fetch.bytes_received)
 
     def localise(self, manifest: Manifest) -> Manifest:

@@ -19,7 +19,7 @@ TURNS_BYTES_PER_S = 1e6
 
 
 class FetchProgress:
-    """Of one file of `size` bytes, of which `have` are here."""
+    """Progress of one file of `size` bytes, of which `have` are here."""
 
     def __init__(self, size: int, have: int, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._size, self._stall_s, self._clock = size, stall_s, clock

@@ -43,7 +43,8 @@ class TransferScheduler:
         self._files: dict[str, _File] = {}
 
     def ask(self, name: str, size: int, server: str, avoid: Set[str] = frozenset()) -> str | None:
-        """Where `server` is to fetch the file of `size` bytes: a peer's URL, or `TRAINER`. None: ask again soon.
+        """Return the place where `server` fetches the file of `size` bytes: a peer's URL, or `TRAINER`. None: ask again
+        soon.
 
         Peers to `avoid` are no holders any more: they are gone, or do not have what they should.
         """

@@ -52,7 +52,9 @@ class AdapterConfig:
 
     @classmethod
     def from_peft(cls, config: Mapping[str, Any]) -> AdapterConfig:
-        """Of ``LoraConfig.to_dict()``, or what `as_dict` gave. Raises `BadAdapter` naming what is not supported."""
+        """Return the configuration of ``LoraConfig.to_dict()``, or of `as_dict`. Raises `BadAdapter` naming what is not
+        supported.
+        """
         _refuse_others(config)
         try:
             found = cls(**{name: config[name] for name in _MEANT if config.get(name) is not None})
@@ -75,14 +77,14 @@ class AdapterConfig:
         return _by_pattern(self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:
-        """What B·A is multiplied by."""
+        """Return the factor of B·A."""
         rank = self.rank(module)
         return _by_pattern(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to one tensor of the base."""
+    """The change of one tensor of the base."""
 
     a: torch.Tensor  # [r, in]
     b: torch.Tensor  # [out, r]
@@ -92,7 +94,7 @@ class LowRank:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the tensor that it is for."""
+        """Shape of the tensor that it changes."""
         out, into = self.b.shape[0], self.a.shape[1]
         return (into, out) if self.transposed else (out, into)
 
@@ -104,7 +106,7 @@ class LowRank:
 
 
 def changes_of(config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, LowRank]:
-    """By name of the base's tensor, what is added to it. Raises `BadAdapter` naming the adapter's tensor."""
+    """Return the changes by name of the base's tensor. Raises `BadAdapter` naming the adapter's tensor."""
     sides: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = NAME.fullmatch(name)
@@ -129,7 +131,7 @@ def changes_of(config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> di
 
 
 def check_base(changes: Mapping[str, LowRank], base: Mapping[str, TensorEntry]) -> None:
-    """Whether `base` (entries by name) is what can be changed so. Raises `BadAdapter` naming the base's tensor."""
+    """Check that `base` (entries by name) can be changed so. Raises `BadAdapter` naming the base's tensor."""
     for name, change in changes.items():
         if name not in base:
             raise BadAdapter(f"the adapter changes tensor {name!r}, which the model folder does not have")
@@ -165,7 +167,7 @@ def _refuse_others(config: Mapping[str, Any]) -> None:
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """As peft looks it up: the first key that is the module's name, or its end behind a dot."""
+    """Return the value that peft looks up: of the first key that is the module's name, or its end behind a dot."""
     for key, value in patterns.items():
         if re.match(rf"(.*\.)?({key})$", module):
             return value

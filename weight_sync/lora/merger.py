@@ -44,7 +44,7 @@ class ModelFolder:
         return self._entries
 
     def state(self) -> str:
-        """What the folder holds, as 16 hex digits; the same on all machines that have the same files."""
+        """The state of the folder as 16 hex digits; equal on all machines that have the same files."""
         return state_of(self.entries().values())
 
     def read(self, name: str) -> torch.Tensor:

@@ -95,7 +95,7 @@ def device_checksum(data: NDArray[np.uint8]) -> str:
 
 
 def _sum_of_tiles(words: NDArray[np.uint32], start: int, nbytes: int) -> int:
-    """Of `words` [PIECE at most], which begin at word `start` of a tensor of `nbytes`."""
+    """Return the sum of `words` [PIECE at most], which begin at word `start` of a tensor of `nbytes`."""
     places = np.arange(start, start + len(words), dtype=np.uint32)
     mixed, shifted = np.empty_like(places), np.empty_like(places)
     halves = []

@@ -122,7 +122,7 @@ class Witness:
     pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
     def _too_long(self, number: int, frame: Any) -> None:
-        """Where a test hangs that must pass, no later one can change the verdict: the run ends behind it."""
+        """End the run behind a test that hangs and must pass: no later one can change the verdict."""
         item = self.running
         if not self.inside:  # raised between two phases it would end pytest; the timer comes again
             return
@@ -197,7 +197,9 @@ def read_rows(mark: Any, wanted: list[str]) -> list[dict[str, str]]:
 
 
 def put_rows(mark: Any, values: list[dict[str, str]]) -> None:
-    """In the very list where there is one, so that nothing in the process shows other values than the tests get."""
+    """Put rows in the existing list if there is one, so that nothing in the process shows other values than the tests
+    get.
+    """
     names = names_of(mark)
     rows = mark.args[1] if isinstance(mark.args[1], list) else list(mark.args[1])
     for at, texts in enumerate(values[: len(rows)]):
@@ -256,7 +258,9 @@ def make_canaries(items: list[Any]) -> Iterator[Any]:
 
 
 def places_in(items: list[Any], module: Any) -> list[int]:
-    """Where a test of this module may be put in: never between two tests of a class, which may share what it set up."""
+    """Return the places for a further test of this module: never between two tests of a class, which may share its
+    set-up.
+    """
     pairs = zip(items, [*items[1:], None])  # noqa: B905 - not before Python 3.10
     return [
         index + 1

@@ -1,4 +1,4 @@
-"""What layers save for the backward waits in host memory meanwhile.
+"""Moves the tensors that layers save for the backward to host memory in the meantime.
 
     forward of layer i     its saved tensors are noted; those of layer i − 1 are copied to the host, and those of
                            layer i − 2, whose copies had a layer's time, are freed on the device
@@ -51,7 +51,7 @@ class Copies(Protocol):
         """After what the compute stream has been given until now. Returns what `join` takes."""
 
     def join(self, copied: Any) -> None:
-        """What the compute stream is given from now on comes after that copy."""
+        """Order later work of the compute stream behind that copy."""
 
 
 class SideStream:
@@ -73,7 +73,7 @@ class SideStream:
 
 
 class AtOnce:
-    """Where there are no streams."""
+    """Copies at once, on devices without streams."""
 
     def copy(self, pairs: Pairs) -> None:
         for target, source in pairs:
@@ -175,7 +175,7 @@ class _Activation:
         """Of a copy that the compute stream has not waited for."""
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether `tensor` has its storage still, with the same values."""
+        """Return True if `tensor` still has its storage, with the same values."""
         return not self.original.expired() and tensor._version == self.version
 
     def leave(self) -> None:
@@ -187,7 +187,7 @@ class _Activation:
         self._copied = (self._copies.copy(zip([piece.bytes for piece in self._pieces], source, strict=True)),)
 
     def free(self) -> None:
-        """On the device, where it was copied."""
+        """Free the storage on the device if it was copied."""
         if self._pieces and self._saved is not None:
             self._join()
             self._saved = None
@@ -201,7 +201,9 @@ class _Activation:
         self._copied = (self._copies.copy(zip(target, [piece.bytes for piece in self._pieces], strict=True)),)
 
     def storage(self) -> torch.UntypedStorage:
-        """On the device. Raises `RuntimeError` as autograd does for what was changed after it was saved."""
+        """Return the storage on the device. Raises `RuntimeError` as autograd does for what was changed after it was
+        saved.
+        """
         if self._saved is not None:
             if self._saved._version != self.version:
                 raise RuntimeError(
@@ -225,7 +227,7 @@ class _Activation:
 
 
 class _Layer:
-    """What one call of one layer saved."""
+    """The tensors that one call of one layer saved."""
 
     def __init__(self, previous: _Layer | None) -> None:
         self._previous = weakref.ref(previous) if previous is not None else None
@@ -242,7 +244,9 @@ class _Layer:
                 yield activation
 
     def come_back(self) -> None:
-        """Its backward begins: what it saved comes to the device, and after that what the layer before it saved."""
+        """Bring the saved tensors back to the device at the beginning of the backward, then those of the layer
+        before.
+        """
         if self._is_back:
             return
         self._is_back = True
@@ -254,7 +258,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """What a DTensor is beside its values."""
+    """The layout of a DTensor, without its values."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -275,7 +279,7 @@ class _Split:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """In place of a tensor in autograd's graph: how to make it again."""
+    """Stands in for a tensor in autograd's graph: the way to make it again."""
 
     layer: _Layer
     activation: _Activation
@@ -294,7 +298,7 @@ class _Kept:
 
 
 class ActivationOffload:
-    """Of the layers of one module, in the order in which they are called."""
+    """Offload of the activations of one module's layers, in the order of their calls."""
 
     def __init__(self, device: torch.device, copies: Copies | None = None, buffers: HostBuffers | None = None) -> None:
         on_cuda = device.type == "cuda"

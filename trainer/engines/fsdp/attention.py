@@ -204,7 +204,7 @@ def _seen(length: int, keys: int, window: int | None, device: torch.device) -> T
 def _capped_row(
     q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None, softcap: float
 ) -> Tensor:
-    """As `_one_row`, a tile of queries at a time, each computed again in the backward: no kernel caps scores, and a
+    """Compute `_one_row` a tile of queries at a time, each computed again in the backward: no kernel caps scores, and a
     row's own would take H · L² numbers."""
     tile_of = partial(_capped_tile, scaling=scaling, window=window, softcap=softcap)
     end, tiles = k.shape[2] - q.shape[2], []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PackPart:
-    """What one rank computes of a pack. l = its tokens, n = its sampled tokens."""
+    """The part of a pack that one rank computes. l = its tokens, n = its sampled tokens."""
 
     ids: Tensor
     """[l]"""
@@ -102,7 +102,7 @@ class ContextGroup:
 
 
 def whole_part(pack: Pack) -> PackPart:
-    """Of a pack that one rank computes alone."""
+    """Return the part of a pack that one rank computes alone."""
     return PackPart(
         pack.ids,
         pack.positions,

@@ -195,7 +195,7 @@ class FSDPEngine:
         return torch.cuda.memory_reserved() if self._ranks.device.type == "cuda" else self._used
 
     def _measured(self) -> int:
-        """In the torch thread: elsewhere a gradient or a moment may be half made."""
+        """Return the measured bytes. Called in the torch thread: elsewhere a gradient or a moment may be half made."""
         gradients = (one.grad for module in self._modules for one in module.module.parameters())
         return self._states.on_device + sum(on_this_rank(one).nbytes for one in gradients if one is not None)
 

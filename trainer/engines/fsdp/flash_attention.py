@@ -140,7 +140,7 @@ def _tried(policy: Policy, dtype: torch.dtype, device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of a model's attention."""
+    """The heads of a model's attention."""
 
     query: int
     key_value: int

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 
 class HostStates:
-    """Of the tensors that `states` names at the moment, those that are on `device`."""
+    """Host memory of the tensors of `states` that are on `device` at the moment."""
 
     def __init__(self, states: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
         self._states, self._device = states, device
@@ -59,14 +59,14 @@ class HostStates:
         return host.copy_(bytes_of(storage), non_blocking=True)
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
-        """By identity: tied weights, and views of one storage, are moved once."""
+        """Return storages by identity: tied weights, and views of one storage, are moved once."""
         parts = map(on_this_rank, self._states())
         here = (one.untyped_storage() for one in parts if one.device.type == self._device.type)
         return {storage._cdata: storage for storage in here}
 
 
 def on_this_rank(tensor: Tensor) -> Tensor:
-    """Its part itself, not a view that a collective or autograd would know of."""
+    """Return the local part itself, not a view that a collective or autograd would know of."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

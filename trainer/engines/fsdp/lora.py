@@ -77,7 +77,7 @@ class Adapter:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """As peft's ``LoraConfig.to_dict()``, for `WeightPublisher.write_adapter`."""
+        """Return peft's ``LoraConfig.to_dict()``, for `WeightPublisher.write_adapter`."""
         found: dict[str, Any] = self._settings.to_dict()
         return found
 
@@ -88,7 +88,7 @@ class Adapter:
                 yield f"base_model.model.{name}.{side}.weight", getattr(layer, side)[NAME].weight
 
     def of(self, name: str) -> LowRank | None:
-        """What is added to the parameter of this name (as the model with the adapter has it)."""
+        """Return the change of the parameter of this name (in the model with the adapter)."""
         layer = (
             self._layers.get(name.removesuffix(".base_layer.weight")) if name.endswith(".base_layer.weight") else None
         )
@@ -122,7 +122,9 @@ MAMBAS = frozenset({"falcon_h1", "nemotron_h"})
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
-    """For peft, whose all-linear would also reach experts that are one parameter, and layers that it then refuses."""
+    """Return the targets for peft, whose all-linear would also reach experts that are one parameter, and layers that it
+    refuses.
+    """
     if config.targets != "all-linear":
         return config.targets if isinstance(config.targets, str) else list(config.targets)
     owners = (module for module in model.modules() if not isinstance(module, nn.Conv1d))

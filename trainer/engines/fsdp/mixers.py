@@ -48,7 +48,7 @@ def kinds_of_mixers(model: nn.Module) -> str:
 
 
 def has_kernels(model: nn.Module) -> bool:
-    """Whether packages and device are there by which all its mixers may keep rows apart: worth trying."""
+    """Return True if packages and device are there with which all its mixers may keep rows apart."""
     packages = {package for mixer in mixers_of(model) for package in MIXERS[type(mixer).__name__]}
     return bool(packages) and torch.cuda.is_available() and all(find_spec(package) for package in packages)
 

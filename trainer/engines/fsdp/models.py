@@ -75,7 +75,7 @@ class Policy(nn.Module):
         self.shares_prompts = loaded.traits.shares_prompts
 
     def forward(self, pack: Pack) -> Outputs:
-        """Of `pack.targets`."""
+        """Return the outputs of `pack.targets`."""
         part = self.context.part(pack) if self.context else whole_part(pack)
         found = self._of_part(part)
         if self.context is None:
@@ -186,15 +186,16 @@ def load_model(model: str, *, in_slices: bool = False) -> LoadedModel:
 
 
 def freeze_choosers(model: PreTrainedModel) -> None:
-    """What chooses keys (DeepSeek-V3.2's indexer) has no gradient in transformers. It gets no moments either: a
-    checkpoint would lack them, and could not be loaded."""
+    """Freeze modules that choose keys (DeepSeek-V3.2's indexer), which have no gradient in transformers. It gets no
+    moments either: a checkpoint would lack them, and could not be loaded.
+    """
     for module in model.modules():
         if type(module).__name__.endswith("Indexer"):
             module.requires_grad_(False)
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """In place, after everything that is tried on the host: its kernels run on GPUs only."""
+    """Change the model in place, after everything that is tried on the host: Liger's kernels run on GPUs only."""
     if not torch.cuda.is_available():
         raise ValueError("trainer.liger needs a GPU, and torch sees none: set it to false")
     from transformers.integrations.liger import apply_liger_kernel
@@ -257,7 +258,7 @@ class ImplicitReward(Policy):
 
 
 def load_implicit(model: str, temperature: float, config: TrainerConfig) -> ImplicitReward:
-    """As `load_critic`, with the language model's own head."""
+    """Load an implicit reward model as `load_critic` does, with the language model's own head."""
     implicit = ImplicitReward(load_model(model, in_slices=True), temperature)
     keep_in(implicit, getattr(torch, config.critic.dtype))
     return implicit

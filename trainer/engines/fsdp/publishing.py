@@ -1,4 +1,4 @@
-"""What each FSDP rank has of a version: no rank gathers anything for it.
+"""The part of a version on each FSDP rank: no rank gathers anything for it.
 
 A parameter lies over the ranks by its rows, whole ones on each:
 
@@ -56,7 +56,7 @@ class _Part:
     published: torch.dtype
 
     def shard(self, stored: str) -> Shard:
-        """Of a parameter that the files have whole."""
+        """Return the shard of a parameter that the files have whole."""
         row_bytes = math.prod(self.shape[1:]) * self.published.itemsize
         return Shard(stored, self.shape, self.published, tuple(rows * row_bytes for rows in self.rows), self.local)
 
@@ -92,6 +92,6 @@ def _part(tensor: Tensor, published: torch.dtype, rank: int, world: int) -> _Par
 
 
 def rows_of(rows: int, world: int) -> list[int]:
-    """How many of `rows` each rank has: as `torch.chunk` cuts, so that the last ones may have fewer or none."""
+    """Return how many of `rows` each rank has: as `torch.chunk` cuts, so that the last ones may have fewer or none."""
     each = -(-rows // world)
     return [max(0, min(rows, each * (rank + 1)) - each * rank) for rank in range(world)]

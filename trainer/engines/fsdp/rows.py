@@ -1,4 +1,4 @@
-"""How the rows of a pack go through a model: chosen once, when the model is loaded, by trying.
+"""The way of a pack's rows through a model: chosen once, when the model is loaded, by trying.
 
     packed   rows end to end on one line; attention and mixers keep them apart        no padding, every speed setting
     padded   one line for each row, filled up on the right to the longest             any model that looks back only
@@ -50,7 +50,7 @@ TRIED_IMAGES = (((60, 90), (90, 60)), ((120, 60),), ())
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """Of one model."""
+    """The layout of rows for one model."""
 
     layout: RowLayout
     attention: str
@@ -63,7 +63,7 @@ class RowPlan:
     """A sentence; empty where rows are packed."""
 
     def apply(self, model: PreTrainedModel) -> None:
-        """In place, once for a model that `choose_rows` has not seen."""
+        """Apply the plan in place, once for a model that `choose_rows` has not seen."""
         model.set_attn_implementation(self.attention)
         if self.row_by_row:
             mix_row_by_row(model)
@@ -171,7 +171,7 @@ def _packed_seeing(part: PackPart, plan: RowPlan, vision: Vision) -> RowInputs:
 
 
 def _padded_routing(part: PackPart, line: Tensor, width: int) -> Routing:
-    """Of all tokens of all lines: what fills up is routed freely and counts for nothing."""
+    """Return the routing of all tokens of all lines: padding is routed freely and counts for nothing."""
     tokens = (int(line[-1]) + 1) * width
     place = line * width + part.positions
     real = torch.zeros(tokens, dtype=torch.bool, device=line.device)
@@ -261,7 +261,7 @@ def _packed_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor) ->
 def _unpacked_plan(
     model: PreTrainedModel, probe: TrialRows, reference: Tensor, because: str, layouts: Sequence[RowLayout]
 ) -> RowPlan:
-    """By sdpa where that is exact, since eager keeps all scores of a row."""
+    """Return a plan with sdpa if that is exact, since eager keeps all scores of a row."""
     if probe.vision is not None:
         layouts = [one for one in layouts if one is not RowLayout.ALONE]
         if not layouts:
@@ -300,8 +300,9 @@ def first_sentence(error: Exception) -> str:
 
 
 def keeps_shared_prompts(model: PreTrainedModel, plan: RowPlan) -> bool:
-    """Whether rows that share their prompt give what they give apart, by trying; False for another attention, and for
-    layers that would have to carry one prompt's state to several rows."""
+    """Return True if rows that share their prompt give the same as apart, by trying; False for another attention, and
+    for layers that would have to carry one prompt's state to several rows.
+    """
     if plan.layout is not RowLayout.PACKED or plan.attention != attention.NAME or plan.mixers:
         return False
     first, last = FIRST_ROW, 1

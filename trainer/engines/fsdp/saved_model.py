@@ -15,7 +15,7 @@ from penstock.trainer.engines.fsdp.tensor_files import INDEX, WEIGHTS
 
 
 def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, file_bytes: int = 4 << 30) -> None:
-    """As transformers names the files: one, or numbered ones of about `file_bytes` with an index."""
+    """Save tensors under transformers' names of files: one, or numbered ones of about `file_bytes` with an index."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[tuple[Path, list[str]]] = []
     total = size = 0

@@ -70,7 +70,7 @@ class ShardedModule:
 
     @torch.no_grad()
     def score(self, packs: Sequence[Pack]) -> list[Any]:
-        """What the module says of each pack, without gradient."""
+        """Return the module's outputs for each pack, without gradient."""
         try:
             return [self.module(pack.to(self._ranks.device)) for pack, _ in self._in_step(packs)][: len(packs)]
         finally:
@@ -84,7 +84,7 @@ class ShardedModule:
                 part.reshard()
 
     def states(self) -> Iterator[Tensor]:
-        """What stays in memory between steps."""
+        """Yield the tensors that stay in memory between steps."""
         yield from self.module.parameters()
 
     def freeze(self) -> ShardedModule:

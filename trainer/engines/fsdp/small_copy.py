@@ -79,7 +79,7 @@ def _kinds(model: PreTrainedModel) -> set[str]:
 
 
 def _make_small(config: Any) -> None:
-    """In place."""
+    """Change the model in place."""
     layers = config.num_hidden_layers
     kinds = _kinds_of_layers(config, layers)
     kept = sorted({kinds.index(kind) for kind in kinds})

@@ -37,7 +37,7 @@ CODES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor is."""
+    """The place of a tensor."""
 
     file: Path
     dtype: torch.dtype

@@ -1,4 +1,5 @@
-"""How a model computes, found by trying: its attention on packed rows, its output head, prompts that rows share.
+"""Traits of a model's computation, found by trying: its attention on packed rows, its output head, prompts that rows
+share.
 
 On the model itself where it is loaded whole; where each rank reads its own slices, on a small copy.
 """
@@ -73,7 +74,7 @@ def _unrouted_because(model: PreTrainedModel, rows: RowPlan) -> str:
 
 @torch.no_grad()
 def _head_of(model: PreTrainedModel, rows: RowPlan) -> Head | None:
-    """How this model makes logits, by trying what its settings suggest."""
+    """Return the model's way to logits, by trying what its settings suggest."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         return None

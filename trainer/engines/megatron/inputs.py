@@ -75,7 +75,9 @@ def rectangle(pack: Pack, align: int) -> Inputs:
 
 
 def packed(pack: Pack, align: int, contexts: int, context: int) -> Inputs:
-    """On context rank `context` of `contexts`; `align` is a multiple of 2 · contexts where there are several."""
+    """Return the inputs on context rank `context` of `contexts`; `align` is a multiple of 2 · contexts where there are
+    several.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     cut = cut_rows(pack, align, contexts, context)

@@ -51,7 +51,7 @@ OWN_WAY = {
 
 
 class StageRouters:
-    """Of one model's layers on this rank, wrapped in place. A forward without `arguments` is routed freely."""
+    """Routers of one model's layers on this rank, wrapped in place. A forward without `arguments` is routed freely."""
 
     def __init__(self, models: Sequence[nn.Module], layers: MixtureLayers, device: torch.device) -> None:
         """Raises `NoRouters` where the routers would choose by themselves, or are not where `layers` says."""
@@ -73,15 +73,17 @@ class StageRouters:
 
     @property
     def mixtures(self) -> Mixtures:
-        """Of the whole model."""
+        """The mixtures of the whole model."""
         return self._layers.mixtures
 
     def arguments(self, pack: Pack, inputs: Inputs) -> dict[str, Any]:
-        """Of `GPTModel.forward`, beside those of `inputs`."""
+        """Return arguments of `GPTModel.forward` in addition to those of `inputs`."""
         return {"extra_block_kwargs": {CARRIER: self.routing(pack, inputs)}}
 
     def routing(self, pack: Pack, inputs: Inputs) -> Routing:
-        """Of the tokens that this rank's layers read, in the order of its hidden states [S, B, H]."""
+        """Return the routing of the tokens that this rank's layers read, in the order of its hidden states [S, B,
+        H].
+        """
         real = torch.zeros(inputs.size, dtype=torch.bool, device=pack.ids.device)
         # A pack without a target keeps step with the others: nothing is learned from its token.
         real[inputs.place] = len(pack.targets) > 0
@@ -94,8 +96,9 @@ class StageRouters:
         return Routing(self._part(experts), self._part(real))
 
     def take_load(self) -> list[LayerLoad]:
-        """By layer of the whole model, summed over the ranks of this replica: what was learned from since the last
-        call. A collective of those ranks."""
+        """Return the load by layer of the whole model, summed over the ranks of this replica: what was learned from
+        since the last call. A collective of those ranks.
+        """
         from megatron.core import parallel_state
 
         experts = self.mixtures.experts
@@ -176,7 +179,7 @@ def _taking_out(forward: Callable[..., Any], chooser: _Chooser | None) -> Callab
 
 
 def _columns(own: Sequence[Any], layers: MixtureLayers) -> list[int]:
-    """Where among all layers with experts those of `own` are. Raises `NoRouters`."""
+    """Return the places of `own` among all layers with experts. Raises `NoRouters`."""
     routers = {layer.layer_number - 1: layer.mlp.router for layer in own if hasattr(layer.mlp, "router")}
     expected = [number for number in layers.with_experts if number in {layer.layer_number - 1 for layer in own}]
     if list(routers) != expected:
@@ -201,7 +204,7 @@ def _check_router(router: Any, layers: MixtureLayers) -> None:
 
 
 def layers_of(folder: Path) -> MixtureLayers:
-    """Of the model in `folder`, numbered as engines number them. Raises `NoRouters`."""
+    """Return the layers of the model in `folder`, numbered as engines number them. Raises `NoRouters`."""
     try:
         return mixture_layers(json.loads((folder / "config.json").read_text()))
     except ValueError as error:

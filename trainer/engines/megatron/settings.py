@@ -1,4 +1,4 @@
-"""What the engine cannot serve, said before anything is loaded, and what it cannot serve on this machine."""
+"""Refuses settings that the engine cannot serve, or not on this machine, before anything is loaded."""
 
 from __future__ import annotations
 

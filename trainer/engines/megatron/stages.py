@@ -31,7 +31,7 @@ from penstock.trainer.ranks.distributed import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How packs are laid out, and at what temperature their tokens were sampled."""
+    """The layout of packs, and the temperature at which their tokens were sampled."""
 
     parallel: ParallelConfig
     packed: bool
@@ -85,7 +85,7 @@ class Stages:
         backward: bool,
         with_entropy: bool,
     ) -> list[Any]:
-        """What `consume` made of each pack, without gradient; empty on all stages but the last."""
+        """Return the result of `consume` for each pack, without gradient; empty on all stages but the last."""
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         given = self._in_step(packs)
@@ -120,7 +120,7 @@ class Stages:
         )
 
     def _in_step(self, packs: Sequence[Pack]) -> list[Pack]:
-        """As many packs in every replica: experts are shared out among replicas."""
+        """Return equally many packs in every replica: experts are shared out among replicas."""
         count = int(self._ranks.max(len(packs)))
         return [*packs, *(empty_pack() for _ in range(count - len(packs)))]
 

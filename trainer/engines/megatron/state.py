@@ -46,7 +46,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class StateShare:
-    """What one rank writes of one folder."""
+    """The files of one folder that one rank writes."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
