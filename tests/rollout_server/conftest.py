@@ -158,7 +158,7 @@ async def begun(client: RolloutClient, requests: Sequence[GenerateRequest]) -> l
 
     events = [asyncio.Event() for _ in requests]
     tasks = [asyncio.create_task(one(*pair)) for pair in zip(requests, events, strict=True)]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         await asyncio.gather(*(event.wait() for event in events))
     return tasks
 
@@ -287,7 +287,7 @@ class RunningServer:
     def engine(self) -> Any:
         return self.engines[-1]
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 200.0) -> None:
         async with asyncio.timeout(timeout_s):
             while not condition():
                 if self.task.done():
@@ -295,21 +295,21 @@ class RunningServer:
                 await asyncio.sleep(0.01)
 
     async def post(self, body: Any, path: str = "/generate", headers: Mapping[str, str] = HEADERS) -> httpx.Response:
-        async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=self.url, timeout=200) as http:
             return await http.post(path, json=body, headers=headers)
 
     async def get(self, path: str) -> httpx.Response:
-        async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=self.url, timeout=200) as http:
             return await http.get(path, headers=HEADERS)
 
     async def status(self, path: str, condition: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any]:
         """JSON of a GET, asked for until it fulfils the condition."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             while not condition(found := (await self.get(path)).json()):
                 await asyncio.sleep(0.02)
         return dict(found)
 
-    async def up(self, timeout_s: float = 60.0) -> None:
+    async def up(self, timeout_s: float = 200.0) -> None:
         registered = self.queue.registered
         await self.until(lambda: self.name in registered and registered[self.name].accepting, timeout_s)
 

@@ -279,7 +279,7 @@ def prompt(i: int) -> list[int]:
 
 async def broken_off(tasks: list[asyncio.Task[Generation]]) -> None:
     """Every answer ends with an error after which another server may try."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     for outcome in outcomes:
         assert isinstance(outcome, EngineError)
