@@ -161,10 +161,9 @@ def open_cgroups(
 
 def remove_abandoned_cgroups(root: Path = ROOT, membership: str | None = None) -> int:
     """Clears away the groups of boxes whose process is gone, whichever run's they are. Returns the number of boxes."""
+    version, trees = 1, [tuple(root / controller / "penstock" for controller in _CONTROLLERS)]
     if (root / "cgroup.controllers").exists():
         version, trees = 2, [(group / "penstock",) for group in _usable(root, membership)]
-    else:
-        version, trees = 1, [tuple(root / controller / "penstock" for controller in _CONTROLLERS)]
     boxes = 0
     for tree in trees:
         for owner in {path.name for parent in tree for path in _subdirectories(parent)}:
