@@ -25,7 +25,7 @@ _X32_BIT = 0x40000000
 _SINCE_424 = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
 """io_uring_setup, _enter, _register, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, pidfd_getfd,
 mount_setattr: the same numbers on every architecture."""
-_CLONE3 = 435
+_CLONE3, _CACHESTAT = 435, 451
 
 
 _MAP_HUGETLB, _MAP_ANONYMOUS, _MAP_SHARED = 0x40000, 0x20, 0x01
@@ -49,6 +49,9 @@ class _Arch:
     fcntl: int
     uncountable: tuple[int, ...]
     """Calls that hold memory where no process and no file shows it."""
+    shows_reads: tuple[int, ...]
+    """Calls that tell, or change, which pages of a shared file are in memory, and who opens it."""
+    preadv2: int
     denied: tuple[int, ...]
 
 
@@ -61,8 +64,11 @@ _ARCHES = {
         mmap=9,
         socketpair=53,
         fcntl=72,
-        # memfd_create memfd_secret shmget msgget semget vmsplice inotify_init inotify_init1
-        uncountable=(319, 447, 29, 68, 64, 278, 253, 294),
+        # memfd_create memfd_secret shmget msgget semget vmsplice
+        uncountable=(319, 447, 29, 68, 64, 278),
+        # inotify_init inotify_init1 mincore fadvise64
+        shows_reads=(253, 294, 27, 221),
+        preadv2=327,
         # ptrace syslog pivot_root chroot acct settimeofday mount umount2 swapon swapoff reboot iopl ioperm init_module
         # delete_module quotactl kexec_load add_key request_key keyctl unshare perf_event_open fanotify_init
         # name_to_handle_at open_by_handle_at setns process_vm_readv process_vm_writev kcmp finit_module
@@ -80,7 +86,9 @@ _ARCHES = {
         mmap=222,
         socketpair=199,
         fcntl=25,
-        uncountable=(279, 447, 194, 186, 190, 75, 26),
+        uncountable=(279, 447, 194, 186, 190, 75),
+        shows_reads=(26, 232, 223),
+        preadv2=286,
         # the same calls by their generic numbers; iopl and ioperm do not exist
         denied=(
             *(117, 116, 41, 51, 89, 170, 40, 39, 224, 225, 142, 105, 106, 60, 104, 217, 218, 219, 97, 241, 262),
@@ -103,8 +111,10 @@ def build_filter(machine: str | None = None, *, countable: bool = False) -> byte
     program += [_step(_LOAD, _OFFSET_NUMBER), _step(_JUMP_GE, _X32_BIT, 0, 1), deny]
     # its flags lie in memory where a filter cannot look; glibc falls back to clone
     program += [_step(_JUMP_EQ, _CLONE3, 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
-    for number in (*arch.denied, *_SINCE_424, *(arch.uncountable if countable else ())):
+    for number in (*arch.denied, *arch.shows_reads, _CACHESTAT, *_SINCE_424, *(arch.uncountable if countable else ())):
         program += [_step(_JUMP_EQ, number, 0, 1), deny]
+    # with RWF_NOWAIT it tells what is in the page cache, which boxes share
+    program += _on_call(arch.preadv2, [_step(_LOAD, _argument(5)), _step(_JUMP_EQ, 0, 1, 0), deny])
     if countable:
         program += _on_call(arch.mmap, _shared_memory(deny))
         program += _on_call(arch.fcntl, _open_file_locks(deny))

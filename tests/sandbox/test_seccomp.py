@@ -56,6 +56,20 @@ def test_seccomp_x86_64(number: int, argument: int, expected: int) -> None:
     assert decide(program, X86_64, number, argument) == expected
 
 
+@pytest.mark.parametrize(
+    ("machine", "arch", "numbers", "preadv2"),
+    [("x86_64", X86_64, (253, 294, 27, 221, 451), 327), ("aarch64", AARCH64, (26, 232, 223, 451), 286)],
+)
+@pytest.mark.parametrize("countable", [False, True])
+def test_seccomp_page_cache_is_not_asked(machine, arch, numbers, preadv2, countable) -> None:
+    """Boxes share the pages of /usr: inotify, mincore, posix_fadvise, cachestat and RWF_NOWAIT tell who read what."""
+    program = build_filter(machine, countable=countable)
+    assert program is not None
+    assert {decide(program, arch, number) for number in numbers} == {EPERM}
+    assert decide(program, arch, preadv2, 3, 0, 1, 0, 0, 8) == EPERM
+    assert decide(program, arch, preadv2, 3, 0, 1, 0, 0, 0) == ALLOW
+
+
 def test_seccomp_aarch64_and_foreign_architectures() -> None:
     program = build_filter("aarch64")
     assert program is not None

@@ -24,6 +24,22 @@ print([libc.syscall(169, 0xfee1dead, 672274793, 0x1234567), libc.syscall(103, 3,
     assert [set(eval(f"[{line}]" if line[0] != "[" else line)) for line in lines] == [{-1}] * 4
 
 
+async def test_attack_asking_what_other_boxes_read(session: Session) -> None:
+    """All boxes see the same pages of /usr: what one reads, another one could tell by these."""
+    code = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print([libc.inotify_init1(0), libc.mincore(0, 0, 0), libc.inotify_init()])
+file = os.open('/usr/bin/env', os.O_RDONLY)
+for ask in (lambda: os.preadv(file, [bytearray(1)], 0, os.RWF_NOWAIT), lambda: os.posix_fadvise(file, 0, 0, 4)):
+    try: print(ask())
+    except OSError as error: print(error.errno)
+print(os.preadv(file, [bytearray(4)], 0))
+"""
+    lines = (await attack(session, code)).stdout.splitlines()
+    assert lines == ["[-1, -1, -1]", "1", "1", "4"]
+
+
 async def test_attack_nested_user_namespaces(session: Session) -> None:
     result = await session.run(["unshare", "-Urmpf", "sh", "-c", "id -u; mount -t tmpfs none /mnt && echo MOUNTED"])
     assert result.exit_code != 0
