@@ -23,7 +23,6 @@ from penstock.transfer_queue.codec.packing import (
     HEAD_GUESS,
     MAGIC,
     PREAMBLE,
-    blob_length,
     head_length,
     pack,
     parse_head,
@@ -75,24 +74,7 @@ def test_arrays_and_plain_data_come_back_equal(sent: list[Column], extra: dict, 
     arrays, found = whole(blob)
     assert same({column.name: column.values for column in sent}, arrays)
     assert found == extra
-    assert blob_length(blob[: PREAMBLE.size]) == len(blob)
     assert head_length(blob[: PREAMBLE.size]) == head_length(blob)
-
-
-@pytest.mark.parametrize(
-    ("changes", "length"),
-    [
-        ({}, 32 + 8 + 2**30),
-        ({"body_len": 2**30 + 1}, 32),
-        ({"magic": b"PNSX"}, 32),
-        ({"version": FORMAT + 1}, 32),
-    ],
-)
-def test_a_preamble_tells_the_length_of_what_is_ours(changes: dict[str, Any], length: int) -> None:
-    said = {"magic": MAGIC, "version": FORMAT, "head_len": 3, "body_len": 2**30} | changes
-    start = said["magic"], said["version"], KIND, said["head_len"], 0, said["body_len"], 0
-    assert blob_length(PREAMBLE.pack(*start)) == length
-    assert blob_length(PREAMBLE.pack(*start)[:-1]) == 32
 
 
 def test_fields_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +140,6 @@ def test_arbitrary_bytes_are_refused(junk: bytes) -> None:
             whole(blob)
         with suppress(BadPayload):
             assert head_length(blob) >= PREAMBLE.size
-        assert blob_length(blob) >= PREAMBLE.size
 
 
 odd = plain | st.binary(max_size=20) | st.sampled_from([-1, 2**63, 2**40, True, [2**30, 2**30], [], [0, 2**30], [-1]])

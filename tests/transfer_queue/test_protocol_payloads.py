@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from queue_samples import LIMITS, at, finish_all, images_of, tasks, train, trajectory
+from queue_samples import LIMITS, at, finish_all, images_of, same, tasks, train, trajectory
 
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
@@ -19,6 +19,7 @@ from penstock.transfer_queue import (
     QueueError,
     RedisTransferQueue,
     StepError,
+    Trajectory,
     TransferQueue,
 )
 
@@ -153,6 +154,30 @@ async def test_only_the_step_s_own_episodes_are_spilled(make_queue) -> None:
     assert len(await queue.read([finished[-1]])) == 1
 
 
+# several completions under one fence ------------------------------------------------------------------------------
+async def store_alone(queue: TransferQueue, lease: Lease, sent: Trajectory) -> None:
+    """What is left of a completion whose process was killed before the script that acknowledges it."""
+    if isinstance(queue, RedisTransferQueue):
+        writes = queue._completions._completion(lease, sent).job.writes
+        await queue._connection.many([write.args for write in writes])
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 4), (4, 5), (130_000, 4), (4, 130_000), (130_000, 120_000)])
+async def test_what_is_read_is_what_was_acknowledged_whatever_was_stored_before(make_queue, first, second) -> None:
+    """Reward, tokens and size of two completions under one fence differ, as of one that a restarted gateway repeats."""
+    queue: TransferQueue = await make_queue(LIMITS)
+    await queue.submit(tasks(1), cursor=at(1))
+    for lease in await queue.lease_episodes("worker", 2, 0):
+        await store_alone(queue, lease, trajectory(lease, reward=0.25, tokens=first))
+        sent = trajectory(lease, reward=0.75, tokens=second)
+        await queue.complete(lease, sent)
+        await queue.complete(lease, trajectory(lease, reward=0.5, tokens=first))  # too late: it changes nothing
+        await store_alone(queue, lease, trajectory(lease, reward=0.25, tokens=first))
+        (found,) = await queue.read([lease.episode_id])
+        assert found.reward == sent.reward
+        assert same(list(found.segments), list(sent.segments))
+
+
 # lost payloads ------------------------------------------------------------------------------------------------------
 FOUR = replace(LIMITS, group_size=4)
 
@@ -165,7 +190,8 @@ async def lose(queue: TransferQueue, lease: Lease) -> None:
         member.payload = None
         return
     assert isinstance(queue, RedisTransferQueue)
-    assert await queue._connection.command("UNLINK", queue._keys.payload(f"{lease.episode_id}@{lease.fence}")) == 1
+    (stored,) = await queue._locate([lease.episode_id])
+    assert await queue._connection.command("UNLINK", queue._keys.payload(stored.name)) == 1
 
 
 async def shipped(make_queue, limits: Limits = FOUR) -> tuple[TransferQueue, Batch, dict[str, Lease]]:

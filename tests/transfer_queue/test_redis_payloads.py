@@ -100,7 +100,8 @@ async def test_a_damaged_payload_is_named_by_its_episode(queue: RedisTransferQue
     await queue.submit(tasks(1), cursor=at(1))
     (lease,) = await queue.lease_episodes("worker", 1, 0)
     await queue.complete(lease, trajectory(lease))
-    key = queue._keys.payload(f"{lease.episode_id}@{lease.fence}")
+    (stored,) = await queue._locate([lease.episode_id])
+    key = queue._keys.payload(stored.name)
     whole = await queue._connection.command("GET", key)
     await queue._connection.command("SET", key, whole[:-1] if damaged is None else damaged.ljust(len(whole), b"x"))
     for call in (queue.read([lease.episode_id]), queue.get([lease.episode_id], ["response_mask"])):
@@ -138,7 +139,8 @@ async def test_a_reader_that_stops_leaves_no_round_trip_under_way(
 ) -> None:
     """The next one is requested while the caller unpacks a payload; a caller that fails does not wait for it."""
     leases = await completed(queue, 5)
-    await queue._connection.command("DEL", queue._keys.payload(f"{leases[0].episode_id}@{leases[0].fence}"))
+    (stored,) = await queue._locate([leases[0].episode_id])
+    await queue._connection.command("DEL", queue._keys.payload(stored.name))
     many, begun, ended = queue._connection.many, [], []
 
     async def silent_after_the_first(commands: Sequence[Sequence[object]]) -> list[object]:
@@ -160,13 +162,16 @@ async def test_a_reader_that_stops_leaves_no_round_trip_under_way(
     assert ended == begun[1:]
 
 
-async def test_a_payload_that_lacks_a_byte_is_not_acknowledged(queue: RedisTransferQueue) -> None:
+async def test_a_payload_that_lacks_a_byte_is_not_acknowledged(
+    queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is stored under an acknowledged name is whole: else the trainer finds out, and the episode has ended."""
     await queue.submit(tasks(1), cursor=at(1))
     (lease,) = await queue.lease_episodes("worker", 1, 0)
     sent = trajectory(lease)
     whole = encode_trajectory(sent)
-    key = queue._keys.payload(f"{lease.episode_id}@{lease.fence}")
+    monkeypatch.setattr("penstock.transfer_queue.redis.completions.new_nonce", lambda: "once")
+    key = queue._keys.payload(f"{lease.episode_id}@{lease.fence}.once")
     await queue._connection.command("SET", key, whole[:-1])
     queue._connection._deadline_s = 0.3
     with pytest.raises(QueueUnavailable, match=f"{len(whole) - 1} of {len(whole)} payload bytes"):

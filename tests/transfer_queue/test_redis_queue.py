@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,6 +15,7 @@ from redis_parts import CONFIG, PASSWORD, Proxy, nothing_left_open
 from penstock.transfer_queue import (
     Announcement,
     Batch,
+    Lease,
     LeaseLost,
     QueueError,
     QueueUnavailable,
@@ -24,8 +25,8 @@ from penstock.transfer_queue import (
     TransferQueue,
     TurnCall,
     WeightUpdate,
-    encode_trajectory,
 )
+from penstock.transfer_queue.redis.payloads import UNACKNOWLEDGED_S
 
 pytestmark = pytest.mark.redis
 
@@ -178,6 +179,11 @@ async def payloads_of(queue: RedisTransferQueue) -> set[str]:
     return {key.removeprefix(start) for key in await keys_of(queue) if key.startswith(start)}
 
 
+async def names_of(queue: RedisTransferQueue, leases: Sequence[Lease]) -> set[str]:
+    """Payloads that the index names."""
+    return {stored.name for stored in await queue._locate([lease.episode_id for lease in leases])}
+
+
 async def test_payloads_that_nothing_names_are_deleted_at_once(queue: RedisTransferQueue) -> None:
     """Of a group that died, by the next publication; of lost episodes and of a split, with them."""
     await queue.submit(tasks(3), cursor=at(3))
@@ -187,9 +193,9 @@ async def test_payloads_that_nothing_names_are_deleted_at_once(queue: RedisTrans
     assert isinstance(await queue.lease_batch(0), Batch)
     assert len(await payloads_of(queue)) == 6
     await queue.publish_version(Announcement(1, {}))
-    assert await payloads_of(queue) == {f"{lease.episode_id}@{lease.fence}" for lease in leases[2:]}
+    assert await payloads_of(queue) == await names_of(queue, leases[2:])
     assert await queue.drop_lost(0, [leases[2].episode_id]) == 2
-    assert await payloads_of(queue) == {f"{lease.episode_id}@{lease.fence}" for lease in leases[4:]}
+    assert await payloads_of(queue) == await names_of(queue, leases[4:])
     await queue.submit([task(0, "eval/1")])
     (other,) = await queue.lease_episodes("worker", 1, 1)
     await queue.complete(other, trajectory(other))
@@ -209,22 +215,18 @@ async def test_spilled_payloads_leave_redis_at_once(queue: RedisTransferQueue, t
 
 
 async def test_a_writer_that_died_leaves_no_payload_behind(queue: RedisTransferQueue) -> None:
-    """It stored all pieces under its fence, and never said how long they are."""
+    """What it stored expires; what was acknowledged does not."""
     await queue.submit(tasks(1), cursor=at(1))
-    (dead,) = await queue.lease_episodes("dead", 1, 0)
-    blob, piece = encode_trajectory(trajectory(dead, tokens=110_000)), (1 << 20) - 64
-    key = f"penstock:payload:{queue._run}:{dead.episode_id}@{dead.fence}"
-    for number, at_byte in enumerate(range(0, len(blob), piece)):
-        name = f"{key}/{number}" if number else key
-        await queue._connection.command("SET", name, blob[at_byte : at_byte + piece])
-    assert len(await payloads_of(queue)) == 3
-    await queue._connection.command("ZADD", queue._keys.index + "leases", 0, dead.episode_id)  # it runs out
-    await finish_all(queue)
-    await queue.submit(tasks(1, start=1), cursor=at(2))
-    await finish_all(queue)
-    assert isinstance(await queue.lease_batch(0), Batch)
-    await queue.commit(1)
-    assert await payloads_of(queue) == set()
+    lease, other = await queue.lease_episodes("worker", 2, 0)
+    dead = queue._completions._completion(lease, trajectory(lease, tokens=110_000))
+    await queue._connection.many([write.args for write in dead.job.writes])
+    await queue.complete(other, trajectory(other, tokens=110_000))
+    (stored,) = await queue._locate([other.episode_id])
+    keys = {one: queue._payloads.keys(one) for one in (dead.stored, stored)}
+    left_s = {one: [await queue._connection.command("TTL", key) for key in keys[one]] for one in keys}
+    assert all(0 < seconds <= UNACKNOWLEDGED_S for seconds in left_s[dead.stored])
+    assert left_s[stored] == [-1] * len(keys[stored])
+    assert len(keys[stored]) > 1
 
 
 async def test_what_is_over_leaves_no_key(queue: RedisTransferQueue) -> None:

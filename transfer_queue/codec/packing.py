@@ -108,15 +108,6 @@ def read_arrays(head: PayloadHead, blob: bytes) -> Arrays:
     return {name: field.decode(view[slice(*field.byte_range)]) for name, field in head.fields.items()}
 
 
-def blob_length(preamble: bytes) -> int:
-    """Length of the payload that starts with `preamble`; the length of a preamble if it is not ours."""
-    if len(preamble) < PREAMBLE.size:
-        return PREAMBLE.size
-    magic, version, _, head_len, _, body_len, _ = PREAMBLE.unpack_from(preamble)
-    known = magic == MAGIC and version == FORMAT and body_len <= MAX_RAW_BYTES
-    return _body_at(head_len) + body_len if known else PREAMBLE.size
-
-
 def head_length(prefix: bytes) -> int:
     """Bytes that `parse_head` needs. Raises `BadPayload` for less than a preamble, or one that is not ours."""
     return _body_at(_read_preamble(prefix)[1])

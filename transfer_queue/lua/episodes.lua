@@ -51,12 +51,11 @@ for _, each in ipairs({8, 1}) do
 end
 
 local function give(episode, group, m)
-  local v = call('HMGET', group, 'split', 'f' .. m, 'z' .. m, 'l' .. m)
+  local v = call('HMGET', group, 'split', 'l' .. m)
   local fence = new_fence()
   call('HSET', group, 's' .. m, 'l', 'f' .. m, fence, 'w' .. m, worker)
-  if v[2] then call('HSET', group, 'z' .. m, (v[3] or '') .. v[2] .. ' ') end
   close_episode(episode, v[1])
-  hold(episode, v[1], worker, v[4] or '', now)
+  hold(episode, v[1], worker, v[2] or '', now)
   rows[#rows + 1] = describe(episode)
   given[#given + 1] = episode .. ' ' .. fence .. '\n'
 end
@@ -141,18 +140,19 @@ return -1
 -- script: complete
 -- needs: run, full, clock, server, episode, queue, group, lengths
 -- ARGV: episode, fence, number of its payload's keys (0 where this server does not hold them), payload bytes, bytes it
--- counts for, reward ('' for none), lowest version ('' for none), highest version, response tokens, outcome (where there
--- is no reward). KEYS[2…]: its payload's keys. Returns 1, or 0 for a repeat.
+-- counts for, reward ('' for none), lowest version ('' for none), highest version, response tokens, nonce, outcome (where
+-- there is no reward). KEYS[2…]: its payload's keys, which expire unless it is acknowledged. Returns 1, or 0 where another
+-- completion under this fence was acknowledged: its payload counts.
 -- Whatever changes of the group is written at once: this is what runs most often beside `journal`.
 local episode, fence, pieces, bytes = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local held, reward, lowest = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
-local highest, tokens, outcome = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10]
+local highest, tokens, nonce, outcome = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10], ARGV[11]
 local task_id, m = split_episode(episode)
 local group = group_key(task_id)
-local state, known_fence, split, worker, size, journal_bytes, lost_by, ended, rewarded, group_lowest, rmin, rmax =
-  unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'split', 'w' .. m, 'size', 'n' .. m, 'l' .. m, 'ended', 'rewarded',
-    'lowest', 'rmin', 'rmax'))
-if known_fence == fence and state == 'd' then return 0 end
+local state, known_fence, known_nonce = unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'y' .. m))
+local split, worker, size, journal_bytes, lost_by, ended, rewarded, group_lowest, rmin, rmax =
+  unpack(call('HMGET', group, 'split', 'w' .. m, 'size', 'n' .. m, 'l' .. m, 'ended', 'rewarded', 'lowest', 'rmin', 'rmax'))
+if known_fence == fence and state == 'd' then return known_nonce == nonce and 1 or 0 end
 if known_fence ~= fence or (state ~= 'l' and state ~= 'q') then return lease_lost(episode, fence) end
 
 -- The episode stays with its owner.
@@ -170,6 +170,8 @@ if pieces > 0 and stored < bytes then
   return refuse_it('RETRY', episode .. ': ' .. stored .. ' of ' .. bytes .. ' payload bytes are stored')
 end
 
+for i = 2, pieces + 1 do call('PERSIST', KEYS[i]) end
+
 -- A lease that ran out and was not given on is in the queue.
 if state == 'l' then unhold(episode, split, worker, lost_by or '') else close_episode(episode, split) end
 if journal_bytes then
@@ -179,7 +181,7 @@ end
 add_split_bytes(split, held - tonumber(journal_bytes or 0))
 
 ended = tonumber(ended or 0) + 1
-local changed = {'s' .. m, 'd', 'b' .. m, bytes, 'h' .. m, held, 't' .. m, tokens, 'ended', ended}
+local changed = {'s' .. m, 'd', 'y' .. m, nonce, 'b' .. m, bytes, 'h' .. m, held, 't' .. m, tokens, 'ended', ended}
 local function change(field, value)
   changed[#changed + 1] = field
   changed[#changed + 1] = value

@@ -122,8 +122,8 @@ for i, episode in ipairs(ARGV) do
   local task_id, m = split_episode(episode)
   rows[i] = {'', 0}
   if task_id then
-    local v = call('HMGET', group_key(task_id), 'f' .. m, 'b' .. m, 'p' .. m)
-    if v[2] then rows[i] = {payload_name(episode, v[1]), tonumber(v[2])} end
+    local v = call('HMGET', group_key(task_id), 'f' .. m, 'b' .. m, 'p' .. m, 'y' .. m)
+    if v[2] then rows[i] = {payload_name(episode, v[1], v[4]), tonumber(v[2])} end
     if v[3] then rows[i] = {episode, -1} end
   end
 end

@@ -6,7 +6,7 @@
 -- state), floor, due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence,
 -- wM worker, aM attempts, kM fence of the last counted failure, lM workers that died with it, one a line,
 -- nM journal bytes, tM response tokens, bM payload bytes, hM what they count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without
--- reward, zM earlier fences.
+-- reward, yM nonce of the completion that was acknowledged.
 local function split_episode(episode)
   return string.match(episode, '^(.*)#(%d+)$')
 end
@@ -15,8 +15,9 @@ local function group_key(task_id)
   return key('group:' .. task_id)
 end
 
-local function payload_name(episode, fence)
-  return episode .. '@' .. fence
+-- Another completion under the same fence has another nonce: what it stored is never taken for what was acknowledged.
+local function payload_name(episode, fence, nonce)
+  return episode .. '@' .. fence .. (nonce and '.' .. nonce or '')
 end
 
 -- `held` counts for the run's memory; `waiting` for back-pressure too, until its step is trained.
@@ -155,10 +156,10 @@ end
 -- Groups: what happens when all members have ended, and how a group leaves the queue.
 local JOURNALS_KEPT = 100
 
--- Payload keys spread over a cluster, so a script cannot delete them: it names them here and a client sweeps. Bytes of
--- 0: unknown, the client looks.
-local function discard_payload(episode, fence, bytes)
-  call('SADD', key('garbage'), payload_name(episode, fence) .. ' ' .. bytes)
+-- Payload keys spread over a cluster, so a script cannot delete them: it names them here, with their bytes, and a client
+-- sweeps.
+local function garbage_row(v, episode, m)
+  return payload_name(episode, v['f' .. m], v['y' .. m]) .. ' ' .. v['b' .. m]
 end
 
 local function fields_of(group)
@@ -169,7 +170,7 @@ end
 
 -- Delete a member's payload from the accounts. `consumed`: it no longer counts for back-pressure.
 local function free_payload(v, group, episode, m, consumed)
-  discard_payload(episode, v['f' .. m], v['b' .. m])
+  call('SADD', key('garbage'), garbage_row(v, episode, m))
   local held = tonumber(v['h' .. m])
   add_bytes(-held, (v.split == 'train' and not consumed) and -held or 0)
   call('HDEL', group, 'b' .. m, 'h' .. m)
@@ -209,8 +210,7 @@ local function fail_group(v, group, task_id)
   end
 end
 
--- Remove every trace of a group but the counters. Returns its fields. Late writers of earlier leases may have left
--- payloads behind (zM names their fences).
+-- Remove every trace of a group but the counters. Returns its fields.
 local function forget_group(task_id, consumed)
   local group = group_key(task_id)
   local v = fields_of(group)
@@ -221,16 +221,13 @@ local function forget_group(task_id, consumed)
     if state == 'l' then unhold(episode, v.split, v['w' .. m], v['l' .. m] or '') end
     if state == 'q' then close_episode(episode, v.split) end
     if v['b' .. m] then
-      payloads[#payloads + 1] = payload_name(episode, v['f' .. m]) .. ' ' .. v['b' .. m]
+      payloads[#payloads + 1] = garbage_row(v, episode, m)
       held = held + tonumber(v['h' .. m])
       if not consumed then waiting = waiting + tonumber(v['h' .. m]) end
     end
     if v['n' .. m] then
       gone[#gone + 1] = key('journal:' .. episode)
       held, waiting = held + tonumber(v['n' .. m]), waiting + tonumber(v['n' .. m])
-    end
-    for fence in string.gmatch(v['z' .. m] or '', '%d+') do
-      payloads[#payloads + 1] = payload_name(episode, fence) .. ' 0'
     end
   end
   in_pieces(payloads, function(...) call('SADD', key('garbage'), ...) end)

@@ -8,6 +8,7 @@ On a cluster the payloads of a share go first, to their nodes, and the scripts a
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,11 @@ SHARE_EPISODES = 64
 """Scripts of one round trip; other clients wait for them."""
 SHARES_AT_ONCE = 2
 """Round trips under way at once: one share is packed and sent while Redis works on the other."""
+
+
+def new_nonce() -> str:
+    """Names one completion: a process that ends an episode again under the same fence may say something else of it."""
+    return secrets.token_hex(4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +96,8 @@ class Completions:
 
     def _completion(self, lease: Lease, trajectory: Trajectory) -> _Completion:
         result = finish(lease, trajectory, compression=self._compression)
-        stored = StoredPayload(f"{lease.episode_id}@{lease.fence}", result.packed.size)
+        nonce = new_nonce()
+        stored = StoredPayload(f"{lease.episode_id}@{lease.fence}.{nonce}", result.packed.size)
         keys = [] if self._connection.spreads else self._payloads.keys(stored)
         numbers = (
             len(keys),
@@ -100,6 +107,7 @@ class Completions:
             "" if result.lowest_version is None else result.lowest_version,
             result.highest_version,
             result.tokens,
+            nonce,
         )
         outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome") if result.reward is None else ""
         job = self._connection.write_and_run_job(
@@ -110,9 +118,10 @@ class Completions:
         return _Completion(stored, job)
 
     async def _acknowledge(self, completions: Sequence[_Completion]) -> list[Refusal | None]:
-        """Store and acknowledge in one round trip; the payloads of refused ones are deleted."""
+        """Store and acknowledge in one round trip; the payloads of refused ones are deleted, and of those whose episode
+        another completion under the same fence has ended."""
         await self._connection.run_jobs([one.job for one in completions])
-        gone = [one.stored for one in completions if one.job.refusal is not None]
+        gone = [one.stored for one in completions if one.job.refusal is not None or not one.job.script.reply]
         if gone:
             await self._payloads.delete(gone)
         refusals: list[Refusal | None] = []

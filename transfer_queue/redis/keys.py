@@ -10,10 +10,11 @@
     penstock:{RUN}:group:TASK_ID         hash: a group and its members
     penstock:{RUN}:task:TASK_ID          string: its packed task
     penstock:{RUN}:journal:EPISODE       hash: position → position and packed entry
-    penstock:payload:RUN:EPISODE@FENCE   string: a packed trajectory, see `payloads`
+    penstock:payload:RUN:EPISODE@FENCE.NONCE   string: a packed trajectory, see `payloads`
 
 Index keys share the hash tag ``{RUN}``, so that a script may touch all of them in a Redis Cluster; payloads do not, so
-that they may spread. The fence in a payload's name keeps a late writer from overwriting what was acknowledged.
+that they may spread. Fence and nonce of the completion in a payload's name keep another writer from changing what was
+acknowledged.
 
 What is in them, and how it changes: ``lua/``, see `scripts`.
 """
@@ -43,7 +44,7 @@ class Keys:
         self._payload = f"penstock:payload:{run}:"
 
     def payload(self, name: str, piece: int = 0) -> str:
-        """`name` is ``EPISODE@FENCE``."""
+        """`name` is ``EPISODE@FENCE.NONCE``."""
         return f"{self._payload}{name}/{piece}" if piece else self._payload + name
 
     def patterns(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Packed trajectories in Redis, in chunks, so that no single command blocks Redis for long.
 
-    penstock:payload:RUN:EPISODE@FENCE        first chunk
-    penstock:payload:RUN:EPISODE@FENCE/1 …    the others, each `CHUNK_BYTES` long except the last
+    penstock:payload:RUN:EPISODE@FENCE.NONCE        first chunk
+    penstock:payload:RUN:EPISODE@FENCE.NONCE/1 …    the others, each `CHUNK_BYTES` long except the last
 
 Each chunk is its own key: chunks spread over a cluster and are freed one by one.
 
@@ -21,10 +21,8 @@ from penstock.common import cancel_and_wait, huge_area
 from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.packing import (
     HEAD_GUESS,
-    PREAMBLE,
     Packed,
     PayloadHead,
-    blob_length,
     head_length,
     parse_head,
 )
@@ -43,6 +41,8 @@ from penstock.transfer_queue.types import FieldValues, Trajectory
 
 PIPELINE_BYTES = 512 << 10
 """Replies of one round trip: little enough for Redis's caches, and for the caller to start unpacking early."""
+UNACKNOWLEDGED_S = 3600
+"""Longer than any call that stores a payload may take."""
 AHEAD = 1
 """Round trips in flight while the caller processes the replies of another."""
 
@@ -52,9 +52,9 @@ class StoredPayload:
     """A payload referenced by the index."""
 
     name: str
-    """``EPISODE@FENCE``"""
+    """``EPISODE@FENCE.NONCE``"""
     size: int
-    """Bytes of all its pieces; 0 where unknown."""
+    """Bytes of all its pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,18 @@ class Payloads:
         return [self._keys.payload(stored.name, piece) for piece in range(count)]
 
     def writes(self, stored: StoredPayload, packed: Packed) -> list[list[Any]]:
-        """Commands that store it. NX: a repeat of the call never replaces an acknowledged payload."""
+        """Commands that store it. NX: a repeat of the call never replaces an acknowledged payload.
+
+        It expires unless script ``complete`` acknowledges it, so that a writer that dies leaves nothing behind. On a
+        cluster, where no script can reach it, such a payload stays until its run is dropped.
+        """
+        how = ["NX"] if self._connection.spreads else ["NX", "EX", str(UNACKNOWLEDGED_S)]
         if packed.size <= CHUNK_BYTES:
-            return [["SET", self._keys.payload(stored.name), packed, "NX"]]
+            return [["SET", self._keys.payload(stored.name), packed, *how]]
         view = memoryview(packed.joined())
         cuts = range(0, packed.size, CHUNK_BYTES)
         return [
-            ["SET", key, view[at : at + CHUNK_BYTES], "NX"] for key, at in zip(self.keys(stored), cuts, strict=True)
+            ["SET", key, view[at : at + CHUNK_BYTES], *how] for key, at in zip(self.keys(stored), cuts, strict=True)
         ]
 
     async def fetch(self, wanted: Mapping[str, StoredPayload]) -> AsyncGenerator[tuple[str, bytes]]:
@@ -144,20 +149,11 @@ class Payloads:
 
     async def delete(self, gone: Sequence[StoredPayload]) -> None:
         """Delete payloads. Their names are never reused, so a repeat is harmless."""
-        keys = [key for stored in await self.measured(gone) for key in self.keys(stored)]
+        keys = [key for stored in gone for key in self.keys(stored)]
         if self._connection.spreads:
             await self._connection.many([["UNLINK", key] for key in keys])
         elif keys:
             await self._connection.command("UNLINK", *keys)
-
-    async def measured(self, stored: Sequence[StoredPayload]) -> list[StoredPayload]:
-        """The same payloads with unknown sizes looked up."""
-        return [await self._measured(one) if one.size == 0 else one for one in stored]
-
-    async def _measured(self, stored: StoredPayload) -> StoredPayload:
-        """The payload of a writer that died before it reported its size to the index."""
-        preamble = await self._connection.command("GETRANGE", self._keys.payload(stored.name), 0, PREAMBLE.size - 1)
-        return StoredPayload(stored.name, blob_length(preamble))
 
 
 def _shares(pieces: Sequence[_Piece]) -> Iterator[Sequence[_Piece]]:

@@ -288,7 +288,7 @@ class RedisTransferQueue:
         garbage = self._keys.garbage
         while rows := await self._connection.command("SRANDMEMBER", garbage, SWEEP_CHUNK):
             pairs = [row.decode().rpartition(" ") for row in rows]
-            gone = await self._payloads.measured([StoredPayload(name, int(size)) for name, _, size in pairs])
+            gone = [StoredPayload(name, int(size)) for name, _, size in pairs]
             if self._connection.spreads:
                 await self._payloads.delete(gone)
                 await self._connection.command("SREM", garbage, *rows)
