@@ -16,6 +16,7 @@ from penstock.transfer_queue.errors import LeaseLost, TrainerFenced
 from penstock.transfer_queue.metrics import bucket_of
 from penstock.transfer_queue.status import EPISODE_TOTALS
 from penstock.transfer_queue.types import Announcement, DataCursor, DeadLetter, Limits, Outcome, OutcomeKind, Task
+from penstock.transfer_queue.validation import same_reward
 
 JOURNALS_KEPT = 100
 """Dead letters beyond the newest of these keep their cause and lose their journal."""
@@ -205,7 +206,7 @@ class MemoryState:
         rewards = group.rewards
         if not enough_members(len(rewards), len(group.members), self.limits.min_group):
             self._fail_group(group)
-        elif self.limits.filter_groups == "zero_variance" and min(rewards) == max(rewards):
+        elif self.limits.filter_groups == "zero_variance" and same_reward(min(rewards), max(rewards)):
             self._filter(group)
         else:
             for member in group.members:

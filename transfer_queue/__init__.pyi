@@ -68,6 +68,9 @@ from .types import Trajectory as Trajectory
 from .types import Waiting as Waiting
 from .types import WeightUpdate as WeightUpdate
 from .validation import MAX_PAYLOAD_BYTES as MAX_PAYLOAD_BYTES
+from .validation import REWARD_TOLERANCE as REWARD_TOLERANCE
 from .validation import check_segment as check_segment
 from .validation import check_task as check_task
 from .validation import check_turns as check_turns
+from .validation import is_reached as is_reached
+from .validation import same_reward as same_reward

@@ -107,6 +107,20 @@ def _check_images(images: EpisodeImages, segments: int) -> None:
         expect(sha256(data).hexdigest() == name, "images.data", f"{name:.80} is not the sha256 of its bytes")
 
 
+REWARD_TOLERANCE = 1e-6
+"""Relative above 1; mirrored by `same_reward` of `lua/shared_groups.lua`."""
+
+
+def is_reached(reward: float, bound: float) -> bool:
+    """Whether `reward` is `bound` or more, up to what sums of floats round off: 0.7 + 0.2 + 0.1 reaches 1."""
+    return reward >= bound - REWARD_TOLERANCE * max(1.0, abs(bound))
+
+
+def same_reward(one: float | None, other: float) -> bool:
+    """False for None, which is no reward."""
+    return one is not None and is_reached(one, other) and is_reached(other, one)
+
+
 def check_leases(leases: Sequence[Lease]) -> None:
     """Raise `QueueError` naming a lease that stands there twice."""
     counted = Counter((lease.episode_id, lease.fence) for lease in leases)

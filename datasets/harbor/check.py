@@ -27,6 +27,7 @@ from penstock.sandbox.harbor import (
     packed,
     read_task,
 )
+from penstock.transfer_queue import is_reached, same_reward
 
 AgentName = Literal["oracle", "empty"]
 AGENTS: tuple[AgentName, ...] = ("oracle", "empty")
@@ -52,7 +53,7 @@ class TaskTrial:
     def right(self) -> bool:
         if self.reward is None:
             return False
-        return self.reward >= FULL if self.agent == "oracle" else self.reward < FULL
+        return is_reached(self.reward, FULL) == (self.agent == "oracle")
 
     @property
     def problem(self) -> str:
@@ -177,7 +178,7 @@ async def run_agent(
                 output = await environment.output_of(SOLVE_OUTPUT)
                 how = f"its solution ended with {end}: {output}".rstrip(": ")
         grade = await environment.grade()
-        return grade.reward, "; ".join(filter(None, (grade.why_none(), how if grade.reward != FULL else "")))
+        return grade.reward, "; ".join(filter(None, (grade.why_none(), "" if same_reward(grade.reward, FULL) else how)))
     finally:
         await environment.close()
 

@@ -50,13 +50,16 @@ def rehearse(
     from penstock.sandbox import SandboxError
     from penstock.tools import ToolConfigError
     from penstock.trainer import DataError
+    from penstock.transfer_queue import same_reward
 
     with user_errors(AgentError, SandboxError, ToolConfigError, DataError):
         config = load_config(recipe, overrides or [])
         played = rows_of(config, split, rows)
         wanted = _expected(expect, played)
         found = asyncio.run(_play(config, load_object(policy, Path.cwd()), played, quiet=as_json))
-    unexpected = [one for one in found.trajectories if wanted and one.reward != wanted[_row(one.task_id) - 1]]
+    unexpected = [
+        one for one in found.trajectories if wanted and not same_reward(one.reward, wanted[_row(one.task_id) - 1])
+    ]
     typer.echo(json.dumps(_figures(found)) if as_json else _told(found, unexpected, wanted))
     raise typer.Exit(1 if unexpected or found.failures else 0)
 

@@ -14,7 +14,7 @@ from typing import Any
 from penstock.common import append_jsonl, read_jsonl, rewrite_jsonl
 from penstock.deploy.rehearsal import full_reward
 from penstock.trainer import DatasetRow, readable_trajectory
-from penstock.transfer_queue import OutcomeKind, Task, Trajectory
+from penstock.transfer_queue import OutcomeKind, Task, Trajectory, is_reached
 
 PART = 64
 """Episodes that are submitted, collected and recorded together."""
@@ -70,7 +70,7 @@ def result_of(trajectory: Trajectory, rows: Sequence[DatasetRow]) -> EpisodeResu
         sample=sample,
         data_source=rows[row].data_source,
         reward=trajectory.reward,
-        right=trajectory.reward >= full_reward(rows[row]),
+        right=is_reached(trajectory.reward, full_reward(rows[row])),
         truncated=trajectory.outcome.kind is OutcomeKind.TRUNCATED,
         num_turns=trajectory.num_turns,
         response_tokens=sum(len(segment.response_ids) for segment in trajectory.segments),

@@ -32,7 +32,7 @@ from penstock.rollout_server import no_torch
 from penstock.testing import EnvCheck
 from penstock.tools import close_tools, make_tools
 from penstock.trainer import write_conversations
-from penstock.transfer_queue import OutcomeKind, Segment, Trajectory
+from penstock.transfer_queue import OutcomeKind, Segment, Trajectory, same_reward
 
 NAMED = 5
 """Causes, and bad rows, that are named."""
@@ -172,7 +172,7 @@ def _played(config: RunConfig, policy: str, dropped: Counter[str]) -> Iterator[S
     found = asyncio.run(rehearse_recipe(config, load_object(policy, Path.cwd()), rows))
     wanted = [full_reward(row) for row in rows]
     causes = why_dropped(found, wanted)
-    shown = [one for one in found.trajectories if one.reward == wanted[_row(one)]]
+    shown = [one for one in found.trajectories if same_reward(one.reward, wanted[_row(one)])]
     if not shown:
         raise ConfigError(f"sft.policy: {policy} solved none of {len(rows)} tasks: {listed(causes)}")
     dropped.update(causes)
@@ -185,7 +185,7 @@ def why_dropped(found: EnvCheck, wanted: Sequence[float]) -> Counter[str]:
     causes = Counter(f"failed ({letter.outcome.component}: {letter.outcome.reason})" for letter in found.failures)
     for one in found.trajectories:
         full = wanted[_row(one)]
-        if one.reward != full:
+        if not same_reward(one.reward, full):
             ended = "" if one.outcome.kind is OutcomeKind.COMPLETED else f", {one.outcome.kind} ({one.outcome.reason})"
             reward = "none" if one.reward is None else f"{one.reward:g}"
             causes[f"with reward {reward}, not {full:g}{ended}"] += 1

@@ -20,7 +20,7 @@ from penstock.agent_loops import BadDemonstration, ChatTokens
 from penstock.common import iter_jsonl
 from penstock.deploy.config import ConfigError
 from penstock.trainer import SftConfig
-from penstock.transfer_queue import OutcomeKind, Segment
+from penstock.transfer_queue import OutcomeKind, Segment, is_reached
 
 Record = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ def choose_recorded(folder: Path, config: SftConfig, dropped: Counter[str]) -> l
     newest = max((one.newest for one in found), default=0)
     kept = []
     for one in found:
-        if config.min_reward is not None and one.reward < config.min_reward:
+        if config.min_reward is not None and not is_reached(one.reward, config.min_reward):
             dropped[f"with a reward below {config.min_reward:g}"] += 1
         elif config.newest_versions and one.oldest <= newest - config.newest_versions:
             dropped[f"of versions before {newest - config.newest_versions + 1}"] += 1

@@ -139,6 +139,15 @@ async def test_groups_that_leave_give_their_quota_back(make_queue, filtered: boo
     assert {lease.task.task_id for lease in second} == {"train/0001"}
 
 
+@pytest.mark.parametrize(("rewards", "left"), [((0.7 + 0.2 + 0.1, 1.0), 1), ((0.999, 1.0), 0), ((1e9 + 1, 1e9), 1)])
+async def test_rewards_that_differ_by_rounding_are_equal(make_queue, rewards, left: int) -> None:
+    queue = await make_queue(FILTERED)
+    await queue.submit(tasks(1), cursor=at(1))
+    for lease, reward in zip(await queue.lease_episodes("worker", 2, 0), rewards, strict=True):
+        await queue.complete(lease, trajectory(lease, reward=reward))
+    assert (await queue.status()).groups["filtered"] == left
+
+
 async def test_back_pressure_begins_above_max_bytes(make_queue) -> None:
     limits = replace(LIMITS, groups_per_step=1, max_staleness=3)
     first = await make_queue(limits)

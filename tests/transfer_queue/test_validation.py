@@ -25,7 +25,7 @@ from penstock.transfer_queue import (
     decode_trajectory,
     encode_trajectory,
 )
-from penstock.transfer_queue.validation import check_tasks, finish
+from penstock.transfer_queue.validation import check_tasks, finish, is_reached, same_reward
 
 GOOD = segment([0, 0, 1])  # four positions, three sampled
 
@@ -323,3 +323,14 @@ def test_tasks_that_the_queue_cannot_keep_are_refused(change: dict, message: str
     check_tasks(good)
     with pytest.raises(QueueError, match=message):
         check_tasks([*good, replace(task(1), **change)])
+
+
+def test_sums_of_floats_reach_what_they_are_a_sum_of() -> None:
+    rounded = 0.7 + 0.2 + 0.1
+    assert rounded < 1.0
+    assert is_reached(rounded, 1.0)
+    assert same_reward(1.0, rounded)
+    assert is_reached(1.5, 1.0)
+    assert not is_reached(0.999, 1.0)
+    assert not same_reward(1.001, 1.0)
+    assert not same_reward(None, 1.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from penstock.trainer.advantages import ADVANTAGES, Advantages, Episodes
 from penstock.trainer.lazy_torch import torch
+from penstock.transfer_queue import REWARD_TOLERANCE
 
 
 @ADVANTAGES.register("sppo", needs=("groups",))
@@ -18,7 +19,9 @@ def sppo(batch: Episodes) -> Advantages:
     returns, group = batch.returns, batch.group
     same = group[:, None] == group[None, :]
     same.fill_diagonal_(False)
-    wins = (returns[:, None] > returns[None, :]).double() + (returns[:, None] == returns[None, :]).double() / 2
+    gap = returns[:, None] - returns[None, :]
+    equal = gap.abs() <= REWARD_TOLERANCE * returns.abs().clamp(min=1)
+    wins = torch.where(equal, 0.5, (gap > 0).double())
     rivals = same.sum(1)
     rate = (wins * same).sum(1) / rivals.clamp(min=1)
     return batch.per_episode(torch.where(rivals > 0, rate - 0.5, 0.0))

@@ -23,6 +23,7 @@ from typing import Annotated, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.common import pattern_of
+from penstock.transfer_queue import is_reached
 
 K = TypeVar("K", bound=str)
 EASY_FROM, HARD_UP_TO = 0.9, 0.1
@@ -167,7 +168,7 @@ class Curriculum:
         rows.observe(row, rate, pool)
 
     def has_passed(self, reward: float) -> bool:
-        return reward >= self._config.pass_reward
+        return is_reached(reward, self._config.pass_reward)
 
     def numbers(self) -> dict[str, float]:
         """``curriculum/SOURCE/…``: weight, tasks drawn by this trainer process, mean pass rate of trained rows, rows by

@@ -19,6 +19,7 @@ from pydantic import Field
 from penstock.trainer.filters import FILTERS
 from penstock.trainer.grouping import group_extremes, group_means
 from penstock.trainer.lazy_torch import Tensor, torch
+from penstock.transfer_queue import REWARD_TOLERANCE
 
 EPSILON = 1e-8
 """Where every weight of a group is 0, all episodes weigh the same."""
@@ -36,8 +37,12 @@ def pf_ppo(
     if mode == "pow":
         weights = rewards.abs() ** power
     elif mode == "max_min":
-        weights = ((rewards == lowest) | (rewards == highest)).double()
+        weights = (_same(rewards, lowest) | _same(rewards, highest)).double()
     else:
-        weights = torch.where(rewards == highest, 0.4, 0.1).double()
+        weights = torch.where(_same(rewards, highest), 0.4, 0.1).double()
     weights = weights + EPSILON
     return weights / group_means(weights, group)
+
+
+def _same(rewards: Tensor, others: Tensor) -> Tensor:
+    return (rewards - others).abs() <= REWARD_TOLERANCE * others.abs().clamp(min=1)

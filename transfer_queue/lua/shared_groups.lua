@@ -236,6 +236,12 @@ local function forget_group(task_id, consumed)
   return v
 end
 
+-- As `validation.same_reward`, of the texts of two rewards.
+local function same_reward(one, other)
+  local a, b = tonumber(one), tonumber(other)
+  return math.abs(a - b) <= 1e-6 * math.max(1, math.min(math.abs(a), math.abs(b)))
+end
+
 -- DAPO: a group whose rewards are all equal has no advantage to learn from; another one takes its place.
 local function filter_group(v, task_id)
   local completed = 0
@@ -275,7 +281,7 @@ local function end_group(group, task_id)
   if rewarded < math.min(run.min_group, size) then
     count_source(source, -1)
     fail_group(fields_of(group), group, task_id)
-  elseif run.filter_groups == 'zero_variance' and v[4] == v[5] then
+  elseif run.filter_groups == 'zero_variance' and v[4] and same_reward(v[4], v[5]) then
     count_source(source, -1)
     filter_group(fields_of(group), task_id)
   else

@@ -151,6 +151,7 @@ def test_prime_discounts() -> None:
 
 def test_sppo_of_two_is_one_half_each_way() -> None:
     assert tokens("sppo", [1.0, 0.0, 2.0, 2.0], [0, 0, 1, 1]) == [0.5, -0.5, 0.0, 0.0]
+    assert tokens("sppo", [0.7 + 0.2 + 0.1, 1.0], [0, 0]) == [0.0, 0.0]
 
 
 def test_turn_rewards_are_part_of_the_return() -> None:
