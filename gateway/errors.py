@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,7 +115,7 @@ class ClientErrors:
 
 
 class _ErrorRewriter:
-    """`send` that holds an error until it is whole, and sends it in the client's shape."""
+    """`send` that holds an error until it is whole, and sends it in the client's shape. Each answer has an id."""
 
     def __init__(self, send: Send, errors: ErrorFormat) -> None:
         self._send, self._errors = send, errors
@@ -122,9 +123,12 @@ class _ErrorRewriter:
         self._body = b""
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] >= 400:
-            self._start = message
-            return
+        if message["type"] == "http.response.start":
+            name, request_id = self._errors.request_id_header, f"req_{uuid.uuid4().hex}"
+            message = {**message, "headers": [*message["headers"], (name.encode(), request_id.encode())]}
+            if message["status"] >= 400:
+                self._start = message
+                return
         if self._start is None:
             await self._send(message)
             return

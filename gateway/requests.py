@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock.gateway.errors import TooLong
 from penstock.gateway.prefix_tree import Message, PrefixMatch, PrefixTree, Tools, Turn
+from penstock.gateway.wire.call_results import check_calls
 from penstock.gateway.wire.reader import TextDelta
 from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest
 
@@ -228,7 +229,8 @@ def _characters(value: Any) -> int:
 
 
 def resolve_request(request: CompletionRequest, history: PrefixTree) -> ResolvedRequest:
-    """The whole conversation of a request. Raises `InvalidRequest` for a `previous_response_id` of another episode."""
+    """The whole conversation of a request. Raises `InvalidRequest` for a `previous_response_id` of another episode, and
+    for calls without results and results without calls."""
     if request.prompt is not None:
         return ResolvedRequest((), (), request.prompt, instructed=False)
     before: list[Message] = []
@@ -239,6 +241,6 @@ def resolve_request(request: CompletionRequest, history: PrefixTree) -> Resolved
         if turn is None:
             raise InvalidRequest("previous_response_id", f"{answer!r} is no response of this episode", "invalid_value")
         before += turn.conversation()
-    return ResolvedRequest(
-        (*before, *request.messages), request.tools, None, instructed=request.instructions is not None
-    )
+    messages = (*before, *request.messages)
+    check_calls(messages, request.api)
+    return ResolvedRequest(messages, request.tools, None, instructed=request.instructions is not None)

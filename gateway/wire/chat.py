@@ -177,7 +177,7 @@ class ChatBody(ChoicesBody):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(min_length=1)] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(

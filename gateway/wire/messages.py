@@ -25,7 +25,7 @@ from penstock.gateway.wire.schema import (
     Name,
     Refused,
     SamplingBody,
-    Stop,
+    ToolName,
     WireModel,
     check_names,
     check_tool_choice,
@@ -45,7 +45,7 @@ ACCOUNTING = "x-anthropic-billing-header:"
 
 class TextBlock(ContentPart):
     type: Literal["text"]
-    text: str
+    text: Annotated[str, Field(min_length=1)]
     cache_control: Any = None
     """Ignored, as the next one."""
     citations: Any = None
@@ -131,12 +131,13 @@ AssistantBlock = Annotated[
 
 class UserTurn(WireModel):
     role: Literal["user"]
-    content: str | Annotated[list[UserBlock], Field(min_length=1)]
+    content: Annotated[str, Field(min_length=1)] | Annotated[list[UserBlock], Field(min_length=1)]
 
 
 class AssistantTurn(WireModel):
     role: Literal["assistant"]
     content: str | list[AssistantBlock]
+    """May be empty, against the real API: an answer of the policy may be, and is sent back as it was."""
 
 
 class SystemTurn(WireModel):
@@ -216,7 +217,7 @@ class CustomTool(WireModel):
     """Tools that Anthropic runs or defines itself (search, shells, editors, computers) are refused."""
 
     type: Literal["custom"] | None = None
-    name: Name
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     cache_control: Any = None
@@ -261,6 +262,9 @@ NOT_MESSAGES = {
 }
 
 
+VisibleStop = Annotated[str, Field(pattern=r"\S", description="Holds more than white space.")]
+
+
 class MessagesPrompt(WireModel):
     """Fields that make the prompt."""
 
@@ -280,7 +284,7 @@ class MessagesBody(SamplingBody, MessagesPrompt):
     model_config = ConfigDict(json_schema_extra=ignored_fields(UNREAD))
 
     max_tokens: Count = Field(description="A bound: where agent.max_new_tokens is lower, that one holds.")
-    stop_sequences: Annotated[list[Stop], Field(max_length=64)] | None = None
+    stop_sequences: Annotated[list[VisibleStop], Field(max_length=64)] | None = None
 
 
 FIELDS = BodyFields(MessagesBody, harmless=UNREAD, refused=NOT_MESSAGES)

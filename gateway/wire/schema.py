@@ -229,8 +229,11 @@ def sampling_of(body: SamplingBody, max_new_tokens: int | None) -> dict[str, Any
     return {name: value for name, value in found.items() if value is not None}
 
 
+ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]
+
+
 class Function(WireModel):
-    name: Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

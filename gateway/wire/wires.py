@@ -53,10 +53,12 @@ class ErrorFormat:
     body: WriteError
     schema: type[BaseModel]
     """Schema for OpenAPI."""
+    request_id_header: str
+    """The header of every answer's id; clients show its value with an error."""
 
 
-OPENAI_ERRORS = ErrorFormat(error_body, OpenAIErrorBody)
-ANTHROPIC_ERRORS = ErrorFormat(anthropic_error_body, AnthropicErrorBody)
+OPENAI_ERRORS = ErrorFormat(error_body, OpenAIErrorBody, "x-request-id")
+ANTHROPIC_ERRORS = ErrorFormat(anthropic_error_body, AnthropicErrorBody, "request-id")
 
 
 @dataclass(frozen=True, slots=True)

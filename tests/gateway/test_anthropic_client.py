@@ -184,7 +184,8 @@ async def test_errors_around_the_routes_have_anthropics_shape(server: Server) ->
 async def test_key_in_either_header_opens_its_own_episode_only(server: Server) -> None:
     one, two = await server.open(), await server.open()
     token = server.anthropic(one, api_key=None, auth_token=one["api_key"])
-    assert (await ask(token, False, [USER])).type == "message"
+    answer = await ask(token, False, [USER])
+    assert (answer.type, str(answer._request_id)[:4]) == ("message", "req_")
     for stranger in (
         server.anthropic({**two, "api_key": one["api_key"]}),
         server.anthropic(two, api_key=None, auth_token=one["api_key"]),

@@ -187,8 +187,9 @@ async def test_a_client_that_runs_out_of_patience_retries_into_the_same_answer(s
 async def test_keys_open_their_own_episode_only(server: Server) -> None:
     one, two = await server.open(), await server.open()
     stranger = server.client({**two, "api_key": one["api_key"]})
-    with pytest.raises(openai.AuthenticationError):
+    with pytest.raises(openai.AuthenticationError) as refused:
         await stranger.chat.completions.create(model=MODEL, messages=[USER])
+    assert str(refused.value.request_id).startswith("req_")
     key = {"Authorization": f"Bearer {one['api_key']}"}
     for path in ("/episodes", "/generate", "/drain", f"/episodes/{two['handle']}/finish", "/episodes/", "/weights"):
         assert (await server.post(path, {}, key)).status_code == 401, path

@@ -157,10 +157,10 @@ class Agent:
         messages, fields, choice = self.told[which % len(self.told)]
         said = [*messages, self.back[id(choice)], *self._reply(choice, what)]
         if kind == "rewrite":
-            said[-2 if len(said) > 2 else -1] = {"role": "user", "content": f"summary {what}"}
+            said = [*messages, *({"role": "user", "content": f"{word} {what}"} for word in ("summary", "go on"))]
         rest = {name: value for name, value in fields.items() if name != "n"}
         if kind == "side by side":
-            other = [*said[:-1], {**said[-1], "content": what + "!"}]
+            other = [*messages, self.back[id(choice)], *self._reply(choice, what + "!")]
             await asyncio.gather(self.ask(said, rest), self.ask(other, rest))
         else:
             await self.ask(said, {**rest, **self._choices(n)})
@@ -171,7 +171,7 @@ class Agent:
     def _reply(self, choice: Any, what: str) -> list[Any]:
         ids = [call.call_id for call in choice.calls]
         if not ids:
-            return [{"role": "user", "content": what}]
+            return [{"role": "user", "content": what or "?"}]
         if self.api == "chat":
             return [{"role": "tool", "tool_call_id": call_id, "content": what} for call_id in ids]
         return [

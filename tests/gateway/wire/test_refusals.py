@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from penstock.gateway.wire.call_results import check_calls
 from penstock.gateway.wire.types import Api, InvalidRequest
 from penstock.gateway.wire.wires import WIRES
 
@@ -120,6 +122,13 @@ WRONG: Rows = [
     ("messages", {"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading", ""),
     ("messages", {"tools": [{**TOOL, "input_examples": [{}]}]}, "tools.0.input_examples", ""),
     ("messages", {"tools": [TOOL, TOOL]}, "tools.1", "'add'"),
+    ("chat", {"tools": []}, "tools", "at least 1 item"),
+    ("chat", {"tools": [{"type": "function", "function": {"name": "my tool"}}]}, "tools.0.function.name", "pattern"),
+    ("responses", {"tools": [{"type": "function", "name": "a" * 129}]}, "tools.0.name", "pattern"),
+    ("messages", {"tools": [{**TOOL, "name": "a.b"}]}, "tools.0.name", "pattern"),
+    ("messages", {"stop_sequences": ["x", " \n"]}, "stop_sequences.1", "pattern"),
+    ("messages", {"messages": [{"role": "user", "content": ""}]}, "messages.0.content", "at least 1"),
+    ("messages", turn("user", {"type": "text", "text": ""}), "messages.0.content.0.text", "at least 1"),
 ]
 UNKNOWN: Rows = [
     (EVERYWHERE, {"temprature": 1}, "temprature", "did you mean 'temperature'?"),
@@ -213,3 +222,39 @@ def test_body_that_is_no_request_is_refused(api: Api, body: Any) -> None:
 def test_bottomless_nesting_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"^metadata.*nested too deeply"):
         WIRES["chat"].parse({**BODIES["chat"], "metadata": NESTED})
+
+
+ANSWER = {"role": "tool", "content": "3", "tool_call_id": "c1"}
+CALLS = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}],
+}
+CALL_ITEM = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
+OUTPUT_ITEM = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+
+
+@pytest.mark.parametrize(
+    ("api", "messages", "problem"),
+    [
+        ("chat", [USER, CALLS, ANSWER], None),
+        ("chat", [USER, CALLS, ANSWER, USER, CALLS, ANSWER], None),
+        ("chat", [USER, ANSWER], "messages.1: is a result for 'c1', which is no call"),
+        ("chat", [USER, CALLS, {**ANSWER, "tool_call_id": "c2"}], "messages.2: is a result for 'c2'"),
+        ("chat", [USER, CALLS, USER], "messages.2: each call must be answered by a result, and has none: c1"),
+        ("chat", [USER, CALLS], "messages: each call must be answered"),
+        ("chat", [USER, CALLS, ANSWER, USER, ANSWER], "messages.4: is a result for 'c1'"),
+        ("responses", [CALL_ITEM, OUTPUT_ITEM], None),
+        ("responses", [OUTPUT_ITEM, CALL_ITEM], "input: is a result for 'c1', which is no call before it"),
+        ("responses", [{**USER, "type": "message"}, CALL_ITEM], "input: each call must be answered"),
+        ("messages", turn("user", result("t1", "3"))["messages"], "messages.0: is a result for 't1'"),
+        ("messages", turn("assistant", use("t1"))["messages"], "messages.1: each call must be answered"),
+    ],
+)
+def test_calls_and_results_belong_together(api: Api, messages: list[Any], problem: str | None) -> None:
+    fields = {"input" if api == "responses" else "messages": messages}
+    request = WIRES[api].parse({**BODIES[api], **fields})
+    if problem is None:
+        check_calls(request.messages, api)
+    else:
+        with pytest.raises(InvalidRequest, match=re.escape(problem)):
+            check_calls(request.messages, api)
