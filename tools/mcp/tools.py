@@ -100,9 +100,11 @@ def _text(answer: Any) -> str:
     """The parts, one per line, and the result's JSON if no part has text. Images and other bytes are only named."""
     texts = [_text_of(part) for part in answer.content]
     lines = [_name_of(part) if text is None else text for part, text in zip(answer.content, texts, strict=True)]
-    if answer.structured_content is not None and not any(text and text.strip() for text in texts):
-        lines.append(json.dumps(answer.structured_content, ensure_ascii=False))
-    return "\n".join(lines) or "(no output)"
+    structured = answer.structured_content
+    # An SDK's server wraps the text of a tool: {"result": ""} says no more than an empty text.
+    if structured and structured != {"result": ""} and not any(text and text.strip() for text in texts):
+        lines.append(json.dumps(structured, ensure_ascii=False))
+    return "\n".join(lines).strip("\n") or "(no output)"
 
 
 def _text_of(part: Any) -> str | None:
