@@ -31,17 +31,20 @@ def compute_score(data_source, solution_str, ground_truth, extra_info): ...
 
 
 def load(folder: Path, text: str, *overrides: str) -> RunConfig:
+    """Each in a folder of its own: a process loads a file once."""
+    folder = folder / str(len(list(folder.iterdir())))
+    folder.mkdir()
     (folder / "my game.py").write_text(text)
     return load_config(folder / "my game.py", overrides)
 
 
 def test_parts_are_defaults_of_their_keys(tmp_path: Path) -> None:
     config = load(tmp_path, GAME, "trainer.steps=7")
-    file = tmp_path / "my game.py"
     assert (config.name, config.model, config.trainer.lr, config.trainer.steps) == ("my-game", "m", 1e-3, 7)
-    assert config.agent.settings == {"env": f"{file}:Game", "action_pattern": "[0-9]"}
+    assert config.agent.settings == {"env": f"{tmp_path}/0/my game.py:Game", "action_pattern": "[0-9]"}
     assert (config.agent.loop, config.data.train.partition("?")[0]) == ("gymnasium", "generate:seeds/train")
     config = load(tmp_path, TOOLS.replace('"tools": [{"name": "python"}], "data.train"', '"data.eval"'))
+    file = f"{tmp_path}/1/my game.py"
     assert [tool.name for tool in config.tools] == [f"{file}:add"]
     assert (config.agent.reward, config.data.train) == (f"{file}:compute_score", f"{file}:TASKS")
     assert config.data.eval == "generate:calculator/train"
@@ -94,7 +97,7 @@ def test_tasks_of_a_file_become_rows(tmp_path: Path) -> None:
 
 
 def test_the_shipped_example_has_at_most_35_lines_and_a_proof() -> None:
-    file = RECIPES / "own_environment/digit.py"
+    file = RECIPES / "own_environment/doors.py"
     assert len(file.read_text().splitlines()) <= 35
     config = load_config(file)
     assert config.agent.loop == "gymnasium"
