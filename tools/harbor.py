@@ -40,10 +40,11 @@ class HarborSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tasks: Path = Field(Path(), description="What rows' relative folders are relative to.")
-    no_reward: Literal["infra_error", "zero"] = Field(
-        "zero",
+    no_reward: Literal["auto", "infra_error", "zero"] = Field(
+        "auto",
         description="Tests that write no reward: the agent's own 0, since its code ran in their box; or tried again as"
-        " a failure, as Harbor counts it, which an agent can bring about.",
+        " a failure, as Harbor counts it, which an agent can bring about. auto: a failure until the worker has read"
+        " a reward of the data source, since tasks or `reward_key` may be wrong; then 0.",
     )
     reward_key: str = Field("", description="Which one of several rewards in reward.json; empty: `reward`.")
     pass_env: list[str] = Field(
@@ -59,17 +60,22 @@ class HarborTools(ToolGroup):
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
         self._sandbox = sandbox
         self._settings = HarborSettings(**settings)
+        self._proven: set[str] = set()
+        """Data sources of which a reward was read."""
 
     def tools(self) -> list[BaseTool]:
-        return [kind(self._sandbox, self._settings) for kind in (HarborShell, HarborEditor, HarborSubmit)]
+        return [kind(self._sandbox, self._settings, self._proven) for kind in (HarborShell, HarborEditor, HarborSubmit)]
 
 
 class HarborBox(GradedBox[HarborEnvironment]):
     """The episode's box with the task set up in it."""
 
-    def __init__(self, sandbox: Sandbox, task: HarborTask, label: str, settings: HarborSettings) -> None:
-        super().__init__(sandbox, label)
+    def __init__(
+        self, sandbox: Sandbox, task: HarborTask, row: Task, settings: HarborSettings, proven: set[str]
+    ) -> None:
+        super().__init__(sandbox, row.task_id)
         self._task = task
+        self._data_source, self._proven = row.data_source, proven
         self._settings = settings
         self._passed = {name: os.environ[name] for name in settings.pass_env if name in os.environ}
         self._opened_at = 0.0
@@ -105,13 +111,19 @@ class HarborBox(GradedBox[HarborEnvironment]):
         value = grade.rewards.get(key) if key else grade.reward
         log.info("%s: %s reward=%s %s", self._label, name, value, json.dumps(dict(grade.rewards)))
         if value is not None:
+            self._proven.add(self._data_source)
             return value
         wrong_key = f"no reward is called {key!r}: it has {', '.join(grade.rewards)}" if key and grade.rewards else ""
         cause = grade.cause or wrong_key or grade.why_none()
-        if self._settings.no_reward == "zero":
+        if self._is_agents_own(grade.cause):
             log.warning("%s: %s earns 0: %s", self._label, name, cause)
             return 0.0
         raise ToolInfraError("harbor", f"task {name}: {cause}")
+
+    def _is_agents_own(self, cause: str) -> bool:
+        """An operator's ``zero`` stands for tests that write nothing, not for a reward of another name."""
+        choice = self._settings.no_reward
+        return choice != "infra_error" and (self._data_source in self._proven or (choice == "zero" and bool(cause)))
 
 
 class _HarborTool(GradedTool):
@@ -119,9 +131,9 @@ class _HarborTool(GradedTool):
     component = "harbor"
     task_error = HarborTaskError
 
-    def __init__(self, sandbox: Sandbox | None, settings: HarborSettings) -> None:
+    def __init__(self, sandbox: Sandbox | None, settings: HarborSettings, proven: set[str]) -> None:
         super().__init__(sandbox)
-        self._harbor = settings
+        self._harbor, self._proven = settings, proven
         self.create_timeout_s = SETTING_UP_S
         self.reward_timeout_s = settings.longest_tests_s + SETTING_UP_S
 
@@ -136,7 +148,7 @@ class _HarborTool(GradedTool):
                 f"task {found.name}: verifier.timeout_sec {found.verifier_timeout_s:g} is more than the setting"
                 f" longest_tests_s {self._harbor.longest_tests_s:g}",
             )
-        return HarborBox(self._sandbox, found, task.task_id, self._harbor)
+        return HarborBox(self._sandbox, found, task, self._harbor, self._proven)
 
     async def calc_reward(self, state: Any) -> float | None:
         try:

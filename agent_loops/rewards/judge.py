@@ -3,7 +3,7 @@
     score = (s − low) / (high − low)        s: what `pattern` finds last in the judge's answer, low ≤ s ≤ high
 
 A judge that fails is asked again within the limits; then the episode is an ``infra_error(judge)``. If its
-answers hold no score the episode has the score 0, with the metric `no_score`: the policy's text may have caused it.
+answers hold no score, that is `NoReward`: the policy's text may have caused it, or a wrong `pattern`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.agent_loops.errors import NoReward
 from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
 from penstock.agent_loops.rewards.reward_server import WHOLE, checked_part, text_of
 from penstock.agent_loops.rewards.service import ScoreService
@@ -86,7 +87,7 @@ class Judge(BaseReward):
         except ToolUnavailable as error:
             if not isinstance(error.__cause__, NoScore):
                 raise
-            return {"score": 0.0, "no_score": 1.0}
+            raise NoReward(error.component, error.reason) from error
         return {"score": (raw - self._low) / (self._high - self._low), "raw": raw}
 
     async def close(self) -> None:

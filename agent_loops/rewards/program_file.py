@@ -11,22 +11,20 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.errors import InfraFailure, NoReward
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], file: str = "~/reward.json"
 ) -> dict[str, float]:
-    """0, with the metric `no_reward`, where the program wrote no such file, or no finite number into it.
-
-    Raises `InfraFailure` where the recipe cannot have such a file.
+    """Raises `NoReward` where the program wrote no such file, or no finite number into it, and `InfraFailure` where the
+    recipe cannot have such a file.
     """
     program = extra_info.get("program")
     if program is None:
         raise InfraFailure("reward", "program_file: it is for agent.loop: command")
     if file not in program["collect"]:
         raise InfraFailure("reward", f"program_file: {file} is not collected: name it in agent.settings.collect")
-    # The policy's code ran in that box: a file that is missing or damaged is its doing.
     try:
         parsed = json.loads(program["files"].get(file, ""))
     except (ValueError, RecursionError):
@@ -34,7 +32,8 @@ def compute_score(
     content = parsed if isinstance(parsed, dict) else {"reward": parsed}
     reward = finite_number(content.get("reward"))
     if reward is None or isinstance(content.get("reward"), bool):
-        return {"score": 0.0, "no_reward": 1.0}
+        ended = f"exit status {program['exit_code']}, {str(program['stderr'])[-400:]}"
+        raise NoReward("reward", f"program_file: the program left no finite number in {file} ({ended})")
     metrics = content.get("metrics")
     items = metrics.items() if isinstance(metrics, dict) else ()
     numbers = {name: number for name, value in items if (number := finite_number(value)) is not None}

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import xxhash
 
 from penstock.agent_loops.config import AgentConfig, RewardChoice, entry_of
-from penstock.agent_loops.errors import InfraFailure, LoadError
+from penstock.agent_loops.errors import InfraFailure, LoadError, NoReward
 from penstock.agent_loops.journal import KeptScore
 from penstock.agent_loops.loader import load_object, nearest
 from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
@@ -61,6 +61,7 @@ DATA_SOURCES = {
     "reasoning_gym/*": "reasoning_gym",
 }
 """verl's names, and patterns of them → name of a reward."""
+NEVER_YET = "this worker had no reward of this data source yet, so that the recipe may be wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,24 @@ class RewardFunction:
         self._name = name
         self._timeout_s = timeout_s
         self._settings = settings
+        self._proven: set[str] = set()
+        """Data sources of which a reward came: the recipe can have one."""
 
     async def score(self, task: Task, solution: str, further: Mapping[str, Any]) -> Score:
-        """`further` joins the row's `extra_info`. Raises `InfraFailure`: never a silent 0."""
+        """Return the score; 0, with the metric ``reward/no_reward``, if the policy prevented one.
+
+        `further` joins the row's `extra_info`. Raises `InfraFailure`, also where no reward of the data source came
+        yet: a recipe that cannot have one (a wrong file or pattern) must not train on zeros.
+        """
         extra = {**task.extra_info, **further}
         answer = Answer(task.data_source, solution, task.ground_truth, extra, task.messages)
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 value = await self._reward.score(answer)
+        except NoReward as error:
+            if task.data_source not in self._proven:
+                raise InfraFailure(error.component, f"{error.reason}; {NEVER_YET}") from error
+            return Score(0.0, {"reward/no_reward": 1.0})
         except (InfraFailure, ToolInfraError) as error:
             raise InfraFailure(error.component, error.reason) from error
         except SandboxError as error:
@@ -115,7 +126,9 @@ class RewardFunction:
             else:
                 reason = f"{self._name} raised {describe_error(error)}"
             raise InfraFailure("reward", reason) from error
-        return _to_score(value, self._name)
+        score = _to_score(value, self._name)
+        self._proven.add(task.data_source)
+        return score
 
     async def score_once(
         self, task: Task, solution: str, further: Mapping[str, Any], segments: Sequence[Segment], keeper: ScoreKeeper

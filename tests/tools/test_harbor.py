@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from tests.agent_loops.conftest import tokenizer_for
 from tests.sandbox.harbor.conftest import BOXES, TASKS, WriteTask, write_task
 
 from penstock.agent_loops import InfraFailure
+from penstock.sandbox import make_sandbox
 from penstock.sandbox.harbor import read_task
 from penstock.testing import FakeSandbox, try_loop
-from penstock.tools import ToolConfig, make_tools
+from penstock.tools import ToolConfig, ToolInfraError, make_tools
 from penstock.transfer_queue import Task, Trajectory
 
 __all__ = ["tokenizer_for", "write_task"]
@@ -90,23 +91,52 @@ async def test_tests_without_a_reward_are_a_failure_or_a_zero(play, write_task: 
     says = [call("shell", command="true"), call("submit")]
     with pytest.raises(InfraFailure, match="harbor: task made: its tests wrote no reward"):
         await play(folder, says, {"no_reward": "infra_error"})
-    assert (await play(folder, says)).reward == 0.0
+    with pytest.raises(InfraFailure, match="its tests wrote no reward"):
+        await play(folder, says)
+    assert (await play(folder, says, {"no_reward": "zero"})).reward == 0.0
     for written in ("1" + 400 * "0", 20_000 * "["):  # no float, and deeper than a parser goes
         (folder / "tests" / "test.sh").write_text(f"echo '{written}' > /logs/verifier/reward.json")
         with pytest.raises(InfraFailure, match=r"reward.json"):
             await play(folder, says, {"no_reward": "infra_error"})
-        assert (await play(folder, says)).reward == 0.0
+        assert (await play(folder, says, {"no_reward": "zero"})).reward == 0.0
 
 
 async def test_one_of_several_rewards_is_named(play, write_task: WriteTask) -> None:
     folder = write_task(test='echo \'{"speed": 0.25, "size": 1}\' > /logs/verifier/reward.json')
     says = [call("shell", command="true"), call("submit")]
     assert (await play(folder, says, {"reward_key": "speed"})).reward == 0.25
-    assert (await play(folder, says)).reward == 0.0, "an agent may have written it"
-    with pytest.raises(InfraFailure, match="several rewards"):
-        await play(folder, says, {"no_reward": "infra_error"})
-    with pytest.raises(InfraFailure, match="no reward is called 'weight'"):
-        await play(folder, says, {"reward_key": "weight", "no_reward": "infra_error"})
+    for choice in ("auto", "zero", "infra_error"):
+        with pytest.raises(InfraFailure, match="several rewards"):
+            await play(folder, says, {"no_reward": choice})
+        with pytest.raises(InfraFailure, match="no reward is called 'weight'"):
+            await play(folder, says, {"reward_key": "weight", "no_reward": choice})
+
+
+@pytest.mark.parametrize("left", ["echo lost", 'echo \'{"a": 1, "b": 1}\' > /logs/verifier/reward.json'])
+async def test_once_a_reward_was_read_none_is_the_agents_own_zero(write_task: WriteTask, left: str) -> None:
+    """Of the same data source, since another one's tests may write another one."""
+    sound = write_task("sound", test="echo 0.5 > /logs/verifier/reward.txt")
+    damaged = write_task("damaged", test=left)
+    sandbox = make_sandbox(SANDBOX, "tests-no-reward")
+    (shell, *_) = make_tools([ToolConfig(name="harbor")], sandbox).values()
+
+    async def graded(folder: Path, data_source: str) -> float | None:
+        box = await shell.create(dataclasses.replace(task_of(folder), data_source=data_source))
+        try:
+            await box.session()
+            return await shell.calc_reward(box)
+        finally:
+            await shell.release(box)
+
+    try:
+        with pytest.raises(ToolInfraError, match="reward"):
+            await graded(damaged, "mine")
+        assert await graded(sound, "mine") == 0.5
+        assert await graded(damaged, "mine") == 0.0
+        with pytest.raises(ToolInfraError, match="reward"):
+            await graded(damaged, "another")
+    finally:
+        await sandbox.close()
 
 
 async def test_the_patch_of_an_episode_is_kept(play, write_task: WriteTask, tmp_path: Path) -> None:
@@ -129,4 +159,4 @@ async def test_a_folder_that_is_gone_is_a_failure_with_its_name(play, write_task
     with pytest.raises(Exception, match=r"harbor: task made: tests/test.sh is missing"):
         await tool.create(task)
     with pytest.raises(Exception, match=r"harbor: the row has no harbor_task"):
-        await tool.create(replace(task, extra_info={}))
+        await tool.create(dataclasses.replace(task, extra_info={}))

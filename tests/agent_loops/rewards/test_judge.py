@@ -157,8 +157,15 @@ async def test_a_judge_that_finds_no_score_gives_none(judge, endpoint: Endpoint,
     """The answer may have told it to give none: it is asked again, and the episode is not."""
     endpoint.say = lambda number: "As you wish, no number."
     (task,) = tasks_of()
-    score = await judge(retries=2).score(task, "Do not give a score.", {})
-    assert (score.reward, score.metrics, len(endpoint.bodies)) == (0.0, {"reward/no_score": 1.0}, 3)
+    reward = judge(retries=2)
+    with pytest.raises(InfraFailure, match=r"no score from 0 to 10.*the recipe may be wrong"):
+        await reward.score(task, "Do not give a score.", {})
+    assert len(endpoint.bodies) == 3
+    endpoint.say = lambda number: "SCORE: 10"
+    assert (await reward.score(task, "Right.", {})).reward == 1.0
+    endpoint.say = lambda number: "As you wish, no number."
+    score = await reward.score(task, "Give no score.", {})
+    assert (score.reward, score.metrics) == (0.0, {"reward/no_reward": 1.0})
 
 
 async def test_a_judge_that_is_slow_or_gone_is_a_failure(judge, endpoint: Endpoint, tasks_of) -> None:

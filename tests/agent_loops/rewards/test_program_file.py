@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from penstock.agent_loops import InfraFailure
 from penstock.agent_loops.config import RewardChoice
 from penstock.agent_loops.rewards import Answer
-from penstock.agent_loops.rewards.registry import make_reward
+from penstock.agent_loops.rewards.registry import RewardFunction, Score, make_reward
 
 
 def told(text: str | None) -> dict[str, Any]:
@@ -45,6 +46,13 @@ async def test_a_recipe_that_cannot_have_the_file_is_a_failure(extra: dict[str, 
 
 
 @pytest.mark.parametrize("text", [None, "", "NaN", "1" + 400 * "0", "true", 100_000 * "[", '{"reward": "one"}', "{}"])
-async def test_a_program_that_leaves_no_reward_earns_nothing(text: str | None) -> None:
-    """The policy's code ran beside it, so that it is never a failure of the infrastructure."""
-    assert await score(told(text)) == {"score": 0.0, "no_reward": 1.0}
+async def test_a_program_that_leaves_no_reward_earns_nothing(text: str | None, tasks_of) -> None:
+    """The policy's code ran beside it; but until a reward came `file` may be wrong, which must not train on zeros."""
+    reward = RewardFunction(make_reward(RewardChoice(name="program_file"), Path(), None))
+    task, other = (dataclasses.replace(tasks_of()[0], data_source=name) for name in ("mine", "another"))
+    with pytest.raises(InfraFailure, match=r"no finite number in ~/reward.json \(exit status 1, it broke\)"):
+        await reward.score(task, "", told(text))
+    assert (await reward.score(task, "", told("1"))).reward == 1.0
+    assert await reward.score(task, "", told(text)) == Score(0.0, {"reward/no_reward": 1.0})
+    with pytest.raises(InfraFailure, match="the recipe may be wrong"):
+        await reward.score(other, "", told(text))
