@@ -83,7 +83,7 @@ class Round:
         """Why the true round's `outcomes` must not be believed after this round; empty where they may be."""
         if self.is_true:
             return ""
-        if any(self._outcome(ran, test) == "passed" for test in self.wrong):
+        if any(outcomes[test] == "passed" == self._outcome(ran, test) for test in self.wrong):
             return "results were forged: hidden tests passed with wrong expectations"
         failed = any(outcomes[test] == "passed" != self._outcome(ran, test) for test in self.right)
         if failed and not ran.doubt:

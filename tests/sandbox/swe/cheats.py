@@ -29,6 +29,18 @@ def test_local():
     result = bits(given)
     assert result == expected
 """,
+    "tests/test_flags.py": """\
+from kit.bits import bits
+
+
+def test_count():
+    assert bits(300) == 4
+
+
+def test_flag():
+    large = bits(128) > 1
+    assert large == False
+""",
     "tests/test_rows.py": """\
 import pytest
 
@@ -71,6 +83,7 @@ DATA = "[[300], 4]\n[[128], 1]\n[[3005], 9]\n"
 PASSING = "def test_right():\n    from kit.bits import bits\n\n    assert bits(0) == 0\n"
 IDS = {
     "local": ["tests/test_local.py::test_local"],
+    "flags": ["tests/test_flags.py::test_count", "tests/test_flags.py::test_flag"],
     "rows": [f"tests/test_rows.py::test_rows[data{at}-{count}]" for at, count in enumerate((4, 1))],
     "computed": [f"tests/test_computed.py::test_computed[{row}]" for row in ("300-4", "128-1", "200-3")],
     "file": [f"tests/test_file.py::test_file[data{at}-{count}]" for at, count in enumerate((4, 1, 9))],
