@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.sandbox.protocol import SandboxError
 
-LOCKS = ("/run/lock", "/run", "/tmp")  # noqa: S108 - the first that root can write, the same one for all processes
+LOCKS = ("/run", "/run/lock", "/tmp")  # noqa: S108 - the first writable one; to /run root alone writes
 SEARCH = 4096
 """Blocks that are tried: a machine with as many workers has other troubles."""
 
