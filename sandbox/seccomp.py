@@ -50,7 +50,8 @@ class _Arch:
     uncountable: tuple[int, ...]
     """Calls that hold memory where no process and no file shows it."""
     shows_reads: tuple[int, ...]
-    """Calls that tell, or change, which pages of a shared file are in memory, and who opens it."""
+    """Calls that tell which pages of a shared file are in memory, and who opens it."""
+    fadvise: int
     preadv2: int
     denied: tuple[int, ...]
 
@@ -66,8 +67,9 @@ _ARCHES = {
         fcntl=72,
         # memfd_create memfd_secret shmget msgget semget vmsplice
         uncountable=(319, 447, 29, 68, 64, 278),
-        # inotify_init inotify_init1 mincore fadvise64
-        shows_reads=(253, 294, 27, 221),
+        # inotify_init inotify_init1 mincore
+        shows_reads=(253, 294, 27),
+        fadvise=221,
         preadv2=327,
         # ptrace syslog pivot_root chroot acct settimeofday mount umount2 swapon swapoff reboot iopl ioperm init_module
         # delete_module quotactl kexec_load add_key request_key keyctl unshare perf_event_open fanotify_init
@@ -87,7 +89,8 @@ _ARCHES = {
         socketpair=199,
         fcntl=25,
         uncountable=(279, 447, 194, 186, 190, 75),
-        shows_reads=(26, 232, 223),
+        shows_reads=(26, 232),
+        fadvise=223,
         preadv2=286,
         # the same calls by their generic numbers; iopl and ioperm do not exist
         denied=(
@@ -113,6 +116,8 @@ def build_filter(machine: str | None = None, *, countable: bool = False) -> byte
     program += [_step(_JUMP_EQ, _CLONE3, 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
     for number in (*arch.denied, *arch.shows_reads, _CACHESTAT, *_SINCE_424, *(arch.uncountable if countable else ())):
         program += [_step(_JUMP_EQ, number, 0, 1), deny]
+    # advice could evict pages that boxes share; it may be ignored, and some programs fail if it is refused
+    program += [_step(_JUMP_EQ, arch.fadvise, 0, 1), _step(_RETURN, _ERRNO)]
     # with RWF_NOWAIT it tells what is in the page cache, which boxes share
     program += _on_call(arch.preadv2, [_step(_LOAD, _argument(5)), _step(_JUMP_EQ, 0, 1, 0), deny])
     if countable:

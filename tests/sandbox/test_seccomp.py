@@ -6,7 +6,7 @@ import pytest
 
 from penstock.sandbox.seccomp import build_filter
 
-ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
+ALLOW, IGNORED, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050000, 0x00050001, 0x00050026, 0x80000000
 X86_64, AARCH64 = 0xC000003E, 0xC00000B7
 
 
@@ -57,15 +57,16 @@ def test_seccomp_x86_64(number: int, argument: int, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "arch", "numbers", "preadv2"),
-    [("x86_64", X86_64, (253, 294, 27, 221, 451), 327), ("aarch64", AARCH64, (26, 232, 223, 451), 286)],
+    ("machine", "arch", "numbers", "fadvise", "preadv2"),
+    [("x86_64", X86_64, (253, 294, 27, 451), 221, 327), ("aarch64", AARCH64, (26, 232, 451), 223, 286)],
 )
 @pytest.mark.parametrize("countable", [False, True])
-def test_seccomp_page_cache_is_not_asked(machine, arch, numbers, preadv2, countable) -> None:
+def test_seccomp_page_cache_is_not_asked(machine, arch, numbers, fadvise, preadv2, countable) -> None:
     """Boxes share the pages of /usr: inotify, mincore, posix_fadvise, cachestat and RWF_NOWAIT tell who read what."""
     program = build_filter(machine, countable=countable)
     assert program is not None
     assert {decide(program, arch, number) for number in numbers} == {EPERM}
+    assert decide(program, arch, fadvise) == IGNORED
     assert decide(program, arch, preadv2, 3, 0, 1, 0, 0, 8) == EPERM
     assert decide(program, arch, preadv2, 3, 0, 1, 0, 0, 0) == ALLOW
 
