@@ -46,9 +46,14 @@ class UidBlocks:
         raise SandboxError(f"no uids from {self._first} on are free: other processes of Penstock hold them all")
 
     def _lock(self, path: Path) -> bool:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            file = os.open(path, flags, 0o600)
+            try:
+                file = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o600 if os.geteuid() == 0 else 0o644)
+            except PermissionError:  # another user's, which may have ended
+                file = os.open(path, flags | os.O_RDONLY)
+        except PermissionError:
+            return False
         except OSError as error:
             raise SandboxError(f"{path}: uids of boxes cannot be locked: {error}") from error
         try:

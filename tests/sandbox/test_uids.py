@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -40,3 +42,16 @@ def test_uids_of_a_killed_process_are_free(tmp_path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert UidBlocks(1000, 16, 2).uid(31) in range(1000, 1032)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes the uids of two users")
+def test_uids_of_an_ended_worker_of_another_user_are_free(monkeypatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        monkeypatch.setattr("penstock.sandbox.uids.LOCKS", (folder,))
+        for user in (40001, 40002):
+            child = os.fork()
+            if not child:
+                os.setuid(user)
+                os._exit(UidBlocks(1000, 16, 1).uid(0) != 1000)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
