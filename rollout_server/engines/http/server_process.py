@@ -182,7 +182,7 @@ class ChildServer(Child, ABC):
         """Under placement.colocated; None: it never sleeps."""
         self.timeout_s = config.start_timeout_s
         """Seconds that a start may take, and a call that reads, compares or loads weights. `start` adds their size."""
-        self._up = FileLock(up_file(log_dir), "another server has this folder of logs")
+        self._up = FileLock(up_file(log_dir), "another server has this folder of logs", error=EngineError)
 
     @abstractmethod
     async def find_installation(self) -> Installation:

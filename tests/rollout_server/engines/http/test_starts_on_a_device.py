@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.rollout_server.conftest import small_config
 
-from penstock.common import until_up
+from penstock.common import FileLock, until_up
 from penstock.rollout_server import EngineError, engine_logs, up_file
 from penstock.rollout_server.engines.http.event_client import EngineAddress
 from penstock.rollout_server.engines.http.server_process import ChildServer, Installation
@@ -88,6 +88,18 @@ async def test_a_start_that_fails_makes_room_for_the_next(tmp_path: Path) -> Non
     server.device.unlink()
     await server.start()
     await server.stop()
+
+
+async def test_a_server_whose_folder_of_logs_is_anothers_fails_to_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.rollout_server.engines.http.server_process.UP_S", 0.0)
+    server = new_server(tmp_path, "rollout-0")
+    file = up_file(engine_logs(tmp_path, "rollout-0"))
+    file.parent.mkdir(parents=True)
+    with FileLock(file, ""), pytest.raises(EngineError, match="another server has this folder of logs"):
+        await server.start()
+    assert not server.alive
 
 
 async def test_a_trainer_waits_for_the_engines_of_its_devices(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
