@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,24 +80,36 @@ class BroadcastGroup(ABC):
 
 
 def join_groups(
-    store: dist.TCPStore, members: Mapping[int, Member], host: str, device: torch.device | None
+    store: dist.TCPStore, members: Iterable[tuple[int, Member]], host: str, device: torch.device | None
 ) -> dict[int, BroadcastGroup]:
     """The groups of one member of a broadcast, by their wire, one after the other. `members`: its place in the group of
-    each sending rank; `host`: this machine's address there; `device`: whose memory NCCL moves.
+    each sending rank, asked for when the group before is formed; `host`: this machine's address there; `device`: whose
+    memory NCCL moves.
 
     Raises `RuntimeError`, `OSError`; it is in none of them then.
     """
     groups: dict[int, BroadcastGroup] = {}
+    stream: NcclStream | None = None
     try:
-        nccl = any(member.wire != GLOO for member in members.values())
-        stream = NcclStream(device or _first_device()) if nccl else None
-        for sender, member in members.items():
-            groups[sender] = NcclGroup(store, member, stream) if stream else GlooGroup(store, member, host)
+        for sender, member in members:
+            if member.wire == GLOO:
+                groups[sender] = GlooGroup(store, member, host)
+            else:
+                stream = stream or NcclStream(device or _first_device())
+                groups[sender] = NcclGroup(store, member, stream)
     except BaseException:
-        for group in groups.values():
-            group.close()
+        leave_groups(groups.values())
         raise
     return groups
+
+
+def leave_groups(groups: Iterable[BroadcastGroup]) -> None:
+    """Close all at once: what NCCL frees for one waits for the device, on which another may wait for its member."""
+    closing = [threading.Thread(target=group.close, name="leave a broadcast") for group in groups]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
 
 
 def _first_device() -> torch.device:
@@ -140,9 +154,10 @@ class NcclGroup(BroadcastGroup):
     def begin(self, bucket: torch.Tensor) -> Transfer:
         """See `BroadcastGroup.begin`. Returns when it is posted on the stream: what begins later, in any group of the
         stream, comes after it there. NCCL posts it from a thread of its own."""
-        buffer = torch.empty(len(bucket), dtype=torch.uint8, device=self._stream.device)
-        if self._member.rank == 0:
-            with torch.cuda.stream(self._stream.stream):
+        with torch.cuda.stream(self._stream.stream):
+            # Memory of another stream may be in use by what is queued there, and again as soon as `buffer` is gone.
+            buffer = torch.empty(len(bucket), dtype=torch.uint8, device=self._stream.device)
+            if self._member.rank == 0:
                 buffer.copy_(bucket, non_blocking=True)
         self._communicator.broadcast(buffer.data_ptr(), len(bucket), self._stream.stream.cuda_stream)
         self._wait_while(lambda: self._communicator.busy)
@@ -167,10 +182,23 @@ class NcclGroup(BroadcastGroup):
 
 class NcclStream:
     """The CUDA stream of all groups of one member: communicators of one device that run side by side may wait for each
-    other without end, so their broadcasts are posted on it in one order, which is that of all members."""
+    other without end, so their broadcasts are posted on it in one order, which is that of all members.
+
+    A later broadcast takes it over, and with it the memory that torch keeps for each stream.
+    """
+
+    _idle: ClassVar[dict[torch.device, list[torch.cuda.Stream]]] = {}
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.cuda.Stream(device)
+        idle = self._idle.setdefault(device, [])
+        self.device, self.stream = device, idle.pop() if idle else torch.cuda.Stream(device)
+        weakref.finalize(self, _keep_idle, idle, self.stream)
+
+
+def _keep_idle(idle: list[torch.cuda.Stream], stream: torch.cuda.Stream) -> None:
+    """Keep a stream whose broadcast is over, unless something that cannot be ended is still on it."""
+    if stream.query():
+        idle.append(stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import torch
 
-from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_groups
+from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_groups, leave_groups
 from penstock.weight_sync.broadcast.memory import bucket_memory, two_buckets
 from penstock.weight_sync.broadcast.offer import ITEM_BYTES, Offer, StreamDigests, StreamTensor, sending_ranks
 from penstock.weight_sync.broadcast.stream_places import Bucket, Places
@@ -72,8 +72,7 @@ class JoinedBroadcast:
         """Leave the groups: others that wait for this member get an error, after `silence_s` at the latest."""
         if not self._closed:
             self._closed = True
-            for group in self._groups.values():
-                group.close()
+            leave_groups(self._groups.values())
 
     def _received(self, memory: Iterable[torch.Tensor] | None) -> Iterator[memoryview]:
         offer, begin = self.offer, 0
@@ -115,7 +114,7 @@ def _join(offer: Offer, worker: int, device: torch.device | None) -> dict[int, B
             f"this server does not reach the group at {offer.trainer}:{member.port}; set rollout.weights_host to an "
             f"address of the trainer that servers reach, and let them connect to all of its ports: {error}"
         ) from error
-    places = {sender: member.in_group(sender) for sender in sending_ranks(offer.splits)}
+    places = [(sender, member.in_group(sender)) for sender in sending_ranks(offer.splits)]
     return join_groups(store, places, offer.here, device)
 
 

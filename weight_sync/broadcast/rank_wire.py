@@ -82,15 +82,17 @@ class RankWire:
                 self.ask(rank, Kind.STOP)
 
     def invite(self, rank: int, place: bytes) -> None:
-        """Let a rank join the group in which it sends, `OwnGroup.join`."""
+        """Let a rank join the group in which it sends, `OwnGroup.join`. Raises `Superseded` where the trainer stops."""
         with self.lock:
+            self.check_open()
             self.ask(rank, Kind.JOIN, len(place))
             dist.send(torch.frombuffer(bytearray(place), dtype=torch.uint8), dst=rank, group=self._group)
 
     def dismiss(self, ranks: Sequence[int]) -> None:
-        """They leave their groups; one that is gone needs no word."""
-        with self.lock, contextlib.suppress(RuntimeError):
+        """They leave their groups; one that is gone needs no word, nor do those that were told to stop."""
+        with self.lock, contextlib.suppress(RuntimeError, Superseded):
             for rank in ranks:
+                self.check_open()
                 self.ask(rank, Kind.LEAVE)
 
     def check_open(self) -> None:

@@ -9,13 +9,20 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 import torch
 
 from penstock.common import address_towards, listening_host, reachable_host
-from penstock.weight_sync.broadcast.group import BroadcastGroup, Transfer, find_store, join_groups, open_store
+from penstock.weight_sync.broadcast.group import (
+    BroadcastGroup,
+    Transfer,
+    find_store,
+    join_groups,
+    leave_groups,
+    open_store,
+)
 from penstock.weight_sync.broadcast.offer import Member
 from penstock.weight_sync.broadcast.rank_wire import RankWire
 from penstock.weight_sync.broadcast.seats import Sending
@@ -42,7 +49,10 @@ class Members:
         return bool(self._groups)
 
     def meet(self, device: torch.device | None) -> None:
-        """Form the groups. `device`: whose memory NCCL moves. Blocks until all are there, or one is not."""
+        """Form the groups. `device`: whose memory NCCL moves. Blocks until all are there, or one is not.
+
+        Raises `Superseded` where the trainer stops.
+        """
         if self._sending is not None:
             self._give_up_at = time.monotonic() + self._sending.deadline_s
             self._attempt(lambda: self._meet(device))
@@ -75,14 +85,18 @@ class Members:
         member = self._sending.member
         host = reachable_host(self._sending.host)
         store, here = open_store(self._sending.listener, member), listening_host(host)
+        self._groups = join_groups(store, self._places(member, host), here, device)
+
+    def _places(self, member: Member, host: str) -> Iterator[tuple[int, Member]]:
+        """Yield rank 0's place in each group. A rank is invited when its group is next: it waits for the others no
+        longer than the silence."""
+        assert self._sending is not None
+        yield 0, member.in_group(0)
         for sender in self._others:
             assert self._wire is not None
-            self._wire.invite(sender, json.dumps([host, asdict(member.in_group(sender))]).encode())
-        places = {
-            sender: replace(member.in_group(sender), rank=member.size if sender else 0)
-            for sender in self._sending.senders
-        }
-        self._groups = join_groups(store, places, here, device)
+            place = member.in_group(sender)
+            self._wire.invite(sender, json.dumps([host, asdict(place)]).encode())
+            yield sender, replace(place, rank=member.size)
 
     @property
     def _others(self) -> list[int]:
@@ -94,14 +108,18 @@ class Members:
             return
         if self._sending.closed.is_set():
             raise RuntimeError("the trainer stops")
-        if time.monotonic() > self._give_up_at:
-            raise RuntimeError(f"not done in {self._sending.deadline_s:.0f} s")
+        self._check_time()
         self._moving.append(self._groups[sender].begin(memory))
 
     def _wait(self) -> None:
         moving, self._moving = self._moving, []
         for transfer in moving:
+            self._check_time()  # a bucket has many messages, each of which may take as long as the silence
             transfer.wait()
+
+    def _check_time(self) -> None:
+        if self._sending is not None and time.monotonic() > self._give_up_at:
+            raise RuntimeError(f"not done in {self._sending.deadline_s:.0f} s")
 
     def _attempt(self, step: Callable[[], None]) -> None:
         try:
@@ -113,9 +131,9 @@ class Members:
 
     def _leave(self) -> None:
         """The others of each group, those that send too, get an error, after `silence_s` at the latest."""
+        groups, self._groups = self._groups, {}
+        leave_groups(groups.values())
         self._moving.clear()
-        while self._groups:
-            self._groups.popitem()[1].close()
 
 
 class OwnGroup:
@@ -131,7 +149,7 @@ class OwnGroup:
         member = Member(**said)
         try:
             here = listening_host(address_towards(host, member.port))
-            self._group = join_groups(find_store(host, member), {0: member}, here, device)[0]
+            self._group = join_groups(find_store(host, member), [(0, member)], here, device)[0]
         except (RuntimeError, OSError) as error:
             logger.warning("this rank could not join broadcast %s: %s", member.name, error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +15,13 @@ import torch
 
 @contextmanager
 def streams_of(library: str) -> Iterator[None]:
-    """Replaces `torch.cuda.Stream`, `Event`, `stream` and `set_device` in this process."""
+    """Replaces `torch.cuda.Stream`, `Event`, `stream`, `current_stream` and `set_device` in this process."""
     native: Any = ctypes.CDLL(library)
     native.fakeStream.restype = ctypes.c_void_p
     for count in (native.fakeStreamPosted, native.fakeStreamDone):
         count.argtypes = [ctypes.c_void_p]
+
+    chosen = threading.local()
 
     class Stream:
         def __init__(self, device: torch.device) -> None:
@@ -26,6 +29,9 @@ def streams_of(library: str) -> Iterator[None]:
 
         def is_done(self, posted: int) -> bool:
             return bool(native.fakeStreamDone(self.cuda_stream) >= posted)
+
+        def query(self) -> bool:
+            return self.is_done(native.fakeStreamPosted(self.cuda_stream))
 
     class Event:
         def record(self, stream: Stream) -> None:
@@ -41,7 +47,15 @@ def streams_of(library: str) -> Iterator[None]:
         while not current.is_done(posted):
             assert time.monotonic() < give_up_at, "the stream waits for a kernel that never ends"
             time.sleep(0.001)
-        yield
+        outer, chosen.stream = getattr(chosen, "stream", None), current
+        try:
+            yield
+        finally:
+            chosen.stream = outer
 
-    with patch.multiple(torch.cuda, Stream=Stream, Event=Event, stream=stream, set_device=lambda device: None):
+    def current_stream() -> Stream | None:
+        return getattr(chosen, "stream", None)
+
+    changed = {"Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream}
+    with patch.multiple(torch.cuda, **changed, set_device=lambda device: None):
         yield

@@ -30,6 +30,7 @@ torch = pytest.importorskip("torch")
 
 from penstock.common import cancel_and_wait
 from penstock.weight_sync import Broadcaster, StagedMemory, WeightFiles
+from penstock.weight_sync.broadcast.group import NcclStream
 from penstock.weight_sync.broadcast.nccl import Nccl, NcclError
 
 pytestmark = pytest.mark.torch
@@ -55,6 +56,7 @@ def loaded(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     monkeypatch.setenv("PENSTOCK_FAKE_NCCL", str(folder))
     monkeypatch.setenv("PENSTOCK_FAKE_NCCL_LIBRARY", library)
     monkeypatch.setattr(Nccl, "path", library)
+    monkeypatch.setattr(NcclStream, "_idle", {})
     Nccl.load.cache_clear()  # type: ignore[attr-defined]
     with streams_of(library):
         yield
@@ -151,6 +153,30 @@ def test_ranks_send_in_one_order_on_one_stream_of_each_member(monkeypatch: pytes
     assert found.done == WORKERS
     assert [worker.result()[1] for worker in workers] == [broadcast.stream.numpy().tobytes()] * WORKERS
     assert len(streams) == WORLD + WORKERS
+
+
+async def test_buffers_are_memory_of_the_stream_that_one_broadcast_leaves_to_the_next(
+    trainer: BroadcastingTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of the trainer's own stream may be in use by a step that is queued there."""
+    streams, without, made, empty = list[Any](), list[Any](), torch.cuda.Stream, torch.empty
+
+    def allocate(*shape: int, **settings: Any) -> Any:
+        if "device" in settings and torch.cuda.current_stream() is None:
+            without.append(shape)
+        return empty(*shape, **settings)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: streams.append(device) or made(device))
+    monkeypatch.setattr(torch, "empty", allocate)
+    members = Members(trainer, tmp_path)
+    server = members.join("a", GpuServer(tmp_path / "a", StagedMemory()))
+    for version in range(1, 4):
+        manifest = await trainer.publish(version, small_tensors(), members=1)
+        assert same(await server.receive(manifest), small_tensors())
+    assert server.member.received == 3
+    assert without == []
+    assert len(streams) == 2, "one of each member"
+    await cancel_and_wait(list(members.tasks.values()))
 
 
 def test_member_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> None:

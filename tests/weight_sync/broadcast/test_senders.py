@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tests.weight_sync.broadcast.test_source import Ranks, sharded
@@ -35,8 +37,11 @@ from penstock.weight_sync import (
     state_of,
     stream_version,
 )
+from penstock.weight_sync.broadcast.group import GlooGroup, leave_groups
+from penstock.weight_sync.broadcast.rank_wire import RankWire
 from penstock.weight_sync.broadcast.seats import Sending
-from penstock.weight_sync.broadcast.senders import OwnGroup
+from penstock.weight_sync.broadcast.senders import Members, OwnGroup
+from penstock.weight_sync.broadcast.shards import Superseded
 
 pytestmark = pytest.mark.torch
 WORLD, WORKERS = 4, 4
@@ -196,6 +201,71 @@ def test_rank_that_cannot_join_costs_the_broadcast_and_the_file_nothing(
     assert broadcast.is_whole(tmp_path / "w")
     assert found.done == 0
     assert all(isinstance(worker.exception(), WeightsUnreachable) for worker in workers)
+
+
+@pytest.mark.parametrize("begins", [True, False], ids=["before it begins", "before it ends"])
+def test_trainer_that_stops_asks_nothing_of_ranks_that_have_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, begins: bool
+) -> None:
+    """Nobody would answer: the thread that publishes would wait until the wire's deadline."""
+    ranks = Ranks(WORLD, monkeypatch)
+    broadcast = Broadcast(ranks, SIZES["even"], staged, bucket_bytes=64)
+    broadcast.source.wire.close()
+    ranks.stop()
+    asked = list(ranks.wire.sent)
+    if begins:
+        with pytest.raises(Superseded, match="the trainer stops"):
+            stream_version(broadcast.source, 1, tmp_path / "w", write=True, bucket_bytes=64, sending=broadcast.sending)
+    else:
+        Members(broadcast.sending, broadcast.source.wire).close()
+    assert ranks.wire.sent == asked
+
+
+def test_rank_is_invited_when_the_group_before_its_own_is_formed(
+    ranks: Ranks, threads: ThreadPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of many ranks would else wait longer than the silence, and leave."""
+    events, rank0 = list[str](), threading.current_thread()
+
+    class Group(GlooGroup):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            if threading.current_thread() is rank0:
+                events.append("formed")
+
+    def invite(wire: RankWire, rank: int, place: bytes, invite: Any = RankWire.invite) -> None:
+        events.append(f"rank {rank}")
+        invite(wire, rank, place)
+
+    monkeypatch.setattr("penstock.weight_sync.broadcast.group.GlooGroup", Group)
+    monkeypatch.setattr(RankWire, "invite", invite)
+    found, _ = Broadcast(ranks, SIZES["even"], staged, bucket_bytes=64).run(threads, tmp_path / "w")
+    assert found.done == WORKERS
+    assert events == ["formed", "rank 1", "formed", "rank 2", "formed", "rank 3", "formed"]
+
+
+def test_groups_are_left_at_once() -> None:
+    all_close = threading.Barrier(3)
+    groups = [Mock(close=Mock(side_effect=lambda: all_close.wait(60))) for _ in range(3)]
+    leave_groups(groups)
+    assert not all_close.broken
+
+
+def test_deadline_holds_within_a_bucket_of_many_messages(ranks: Ranks) -> None:
+    broadcast = Broadcast(ranks, SIZES["even"], staged, bucket_bytes=64)
+    members, group = Members(broadcast.sending, broadcast.source.wire), Mock()
+    members._groups, members._give_up_at = {0: group}, math.inf
+
+    def pass_deadline() -> None:
+        members._give_up_at = -math.inf
+
+    group.begin.return_value.wait = Mock(side_effect=pass_deadline)
+    with closing(members):
+        for _ in range(3):
+            members.begin(0, torch.zeros(1, dtype=torch.uint8))
+        assert not members.wait()
+    assert group.begin.return_value.wait.call_count == 1
+    assert group.close.call_count == 1
 
 
 @pytest.mark.slow
