@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +58,12 @@ class Profiling(ChildServer):
 
 
 @pytest.fixture(autouse=True)
-def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "model").mkdir()
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with tempfile.TemporaryDirectory(prefix="p") as short:  # the path of a unix socket has 107 characters at most
+        monkeypatch.setattr("tempfile.tempdir", short)
+        yield
 
 
 def new_server(folder: Path, name: str) -> Profiling:
