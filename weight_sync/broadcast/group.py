@@ -92,11 +92,15 @@ def join_groups(
     stream: NcclStream | None = None
     try:
         for sender, member in members:
-            if member.wire == GLOO:
-                groups[sender] = GlooGroup(store, member, host)
-            else:
-                stream = stream or NcclStream(device or _first_device())
-                groups[sender] = NcclGroup(store, member, stream)
+            if stream is None and member.wire != GLOO:
+                stream = NcclStream(device or _first_device())
+            try:
+                groups[sender] = NcclGroup(store, member, stream) if stream else GlooGroup(store, member, host)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"the group in which rank {member.name.rpartition('/')[2]} of the trainer sends is not complete: a "
+                    f"member of it is gone, or does not reach the others at rollout.weights_host: {error}"
+                ) from error
     except BaseException:
         leave_groups(groups.values())
         raise

@@ -201,6 +201,7 @@ def test_rank_that_cannot_join_costs_the_broadcast_and_the_file_nothing(
     assert broadcast.is_whole(tmp_path / "w")
     assert found.done == 0
     assert all(isinstance(worker.exception(), WeightsUnreachable) for worker in workers)
+    assert all("rank 1 of the trainer sends is not complete" in str(worker.exception()) for worker in workers)
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["before it begins", "before it ends"])
