@@ -356,7 +356,7 @@ def _nearest(location: Sequence[str]) -> str:
     close = difflib.get_close_matches(location[-1], valid, n=len(valid), cutoff=0.0) if valid else []
     if close and difflib.SequenceMatcher(None, location[-1], close[0]).ratio() >= 0.5:
         return f"; did you mean {'.'.join([*location[:-1], close[0]])!r}?"
-    return f"; valid keys here are {', '.join(close)}"
+    return f"; valid keys here are {', '.join(sorted(valid))}"
 
 
 def _annotation(dotted: str) -> Any:

@@ -18,7 +18,7 @@ def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[DatasetRow]:
     """The first `limit` rows (0: all) of split ``train`` or ``eval``. Raises `DataError`, `ConfigError`."""
     sources = {name: path for name, path in (("train", config.data.train), ("eval", config.data.eval)) if path}
     if split not in sources:
-        raise ConfigError(f"--split {split}: this recipe has {', '.join(sources)}")
+        raise ConfigError(f"--split {split}: this recipe has {', '.join(sources)}; give one of these")
     with tempfile.TemporaryDirectory() as folder:
         try:
             return load_rows(materialise(sources[split], Path(folder)), limit)

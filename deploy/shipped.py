@@ -70,7 +70,7 @@ def write_project(folder: Path, name: str) -> list[str]:
     """
     known = templates()
     if name not in known:
-        raise ConfigError(f"--from {name}: no such template{nearest(name, known)}; there are {', '.join(known)}")
+        raise ConfigError(f"--from {name}: no such template; there are {', '.join(known)}{nearest(name, known)}")
     template = known[name]
     if folder.exists():
         if not folder.is_dir() or any(folder.iterdir()):

@@ -165,7 +165,8 @@ def _seed(seed: int) -> None:
 
 def describe(error: BaseException) -> str:
     """``ValueError: text (env.py, line 12)``"""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    ours = (__file__, shapes.__file__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:MAX_ERROR] + where
 
@@ -256,6 +257,8 @@ class EpisodeForker:
             lines.send({"episode": episode, "pid": os.getpid()})
             serve(lines, make)
             status = 0
+        except ConnectionError:
+            pass  # the worker is gone
         except BaseException:  # noqa: BLE001 - never back into the host's loop
             traceback.print_exc()
         finally:

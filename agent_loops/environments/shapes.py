@@ -33,6 +33,8 @@ class Stepped:
         returned = self._first(seed)
         pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
         observation, info = returned if pair else (returned, _as_info(returned))
+        if observation is None and self._settings.get("observe") != "render":
+            raise TypeError("reset() returned None; expected the first observation, or (observation, info)")
         return self._answer(observation, info)
 
     def _first(self, seed: int) -> Any:
@@ -46,7 +48,10 @@ class Stepped:
     def step(self, action: str) -> Json:
         returned = self.env.step(self._action(action))
         if not isinstance(returned, tuple) or not 3 <= len(returned) <= 5:
-            raise TypeError(f"step() returned {returned!r:.200}; expected (observation, reward, …, done, info)")
+            raise TypeError(
+                f"step() returned {returned!r:.200}; expected (observation, reward, done) "
+                "or (observation, reward, terminated, truncated, info)"
+            )
         observation, reward, *ends = returned
         info = ends.pop() if isinstance(ends[-1], Mapping) else _as_info(observation)
         terminated, truncated = bool(ends[0]), len(ends) > 1 and bool(ends[1])

@@ -58,9 +58,8 @@ def run_recipe(
         return _complain(str(error), 1)
     except (Interrupted, KeyboardInterrupt):
         where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""
-        return _complain(
-            f"interrupted; continue with: penstock run {recipe} {' '.join(overrides)} --resume{where}", 130
-        )
+        command = " ".join(["penstock run", str(recipe), *overrides, "--resume"])
+        return _complain(f"interrupted; continue with: {command}{where}", 130)
     if as_json:
         print(summary.read_text(), end="")
     else:

@@ -126,5 +126,18 @@ class Floods(Corridor):
         return "x" * 5_000_000
 
 
+class Silent:
+    """`reset` or `step` lacks its `return`."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def reset(self, seed: int) -> str | None:
+        return None if self.where == "reset" else "go"
+
+    def step(self, action: str) -> None:
+        return None
+
+
 def raises_when_made(**options: Any) -> Any:
     raise OSError(f"no maze {options}")

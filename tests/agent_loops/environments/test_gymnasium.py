@@ -95,6 +95,14 @@ async def test_an_environment_that_fails_is_a_typed_failure(play: Play, where: s
     assert after.done.num_turns == 3
 
 
+@pytest.mark.parametrize("where", ["reset", "step"])
+async def test_an_environment_without_an_observation_is_refused(play: Play, where: str) -> None:
+    played = await play("gymnasium", ["right"], settings("Silent", options={"where": where}))
+    assert (played.outcome.kind, played.outcome.component) == (OutcomeKind.INFRA_ERROR, "environment")
+    assert f"{where}() returned None" in played.outcome.reason
+    assert "shapes.py" not in played.outcome.reason
+
+
 @pytest.mark.parametrize(("where", "how"), [("reset", "hangs"), ("step", "hangs"), ("step", "spins")])
 async def test_an_environment_that_never_answers_is_ended_with_all_it_started(
     play: Play, tmp_path: Path, where: str, how: str
