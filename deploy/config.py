@@ -239,7 +239,13 @@ def _read_python(recipe: Path) -> dict[str, Any]:
         raise ConfigError(str(error)) from None
     tree: dict[str, Any] = {}
     for dotted, value in settings.items():
-        _set_key(tree, dotted, value, f"{recipe}, SETTINGS[{dotted!r}]")
+        known: Any = tree
+        for section in dotted.split("."):
+            known = _mapping(known.get(section))
+        if known and isinstance(value, dict):
+            _merge(known, value)  # dotted keys and their sections may come in any order
+        else:
+            _set_key(tree, dotted, value, f"{recipe}, SETTINGS[{dotted!r}]")
     for dotted, value in parts.items():
         *sections, leaf = dotted.split(".")
         node = tree
@@ -267,6 +273,16 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-6 as a string; people mean the number
             value = float(value)
     _set_key(tree, dotted, value, f"override {override!r}")
+
+
+def _merge(node: dict[str, Any], section: dict[str, Any]) -> None:
+    """Set the keys of `section` in `node`; sections below join those that are there."""
+    for key, value in section.items():
+        inner = node.get(key)
+        if isinstance(inner, dict) and isinstance(value, dict):
+            _merge(inner, value)
+        else:
+            node[key] = value
 
 
 def _set_key(tree: dict[str, Any], dotted: str, value: Any, source: str) -> None:

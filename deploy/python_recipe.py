@@ -22,6 +22,7 @@ from typing import Any
 from penstock.agent_loops import LoadError, load_file
 from penstock.tools import FunctionTool
 
+ENV = "agent.settings.env"
 SEEDS = "generate:seeds/{}?train=4096&eval=64&seed=0"
 
 
@@ -38,21 +39,34 @@ def read_python_recipe(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     settings = getattr(module, "SETTINGS", None)
     if not isinstance(settings, dict):
         raise BadRecipe(f'{file}: has no SETTINGS, a dict such as {{"model": "Qwen/Qwen2.5-0.5B-Instruct"}}')
+    if strangers := [key for key in settings if not isinstance(key, str)]:
+        raise BadRecipe(f"{file}: keys of SETTINGS are texts such as 'trainer.lr', found {strangers[0]!r}")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem)
-    return copy.deepcopy(settings), {"name": name, **dict(_parts(module, file.resolve()))}
+    return copy.deepcopy(settings), {
+        "name": name,
+        **dict(_parts(module, file.resolve(), one_game=not _names(settings, ENV))),
+    }
 
 
-def _parts(module: ModuleType, file: Path) -> Iterator[tuple[str, Any]]:
+def _names(settings: dict[Any, Any], dotted: str) -> bool:
+    """Return True if `settings` have the key, dotted or nested."""
+    return dotted in settings or any(
+        isinstance(inner, dict) and dotted.startswith(f"{key}.") and _names(inner, dotted.removeprefix(f"{key}."))
+        for key, inner in settings.items()
+    )
+
+
+def _parts(module: ModuleType, file: Path, *, one_game: bool) -> Iterator[tuple[str, Any]]:
     """Yields (key, value) of each part that the module defines; imported names are not parts."""
     parts = {name: getattr(part, "function", part) for name, part in vars(module).items()}
     own = [name for name, part in parts.items() if getattr(part, "__module__", "") == module.__name__]
     classes = [name for name in own if inspect.isclass(parts[name])]
     games = [name for name in classes if hasattr(parts[name], "reset") and hasattr(parts[name], "step")]
-    if len(games) > 1:
-        raise BadRecipe(f"{file}: {' and '.join(games)} have reset and step; name one in SETTINGS: agent.settings.env")
+    if len(games) > 1 and one_game:
+        raise BadRecipe(f"{file}: {' and '.join(games)} have reset and step; name one in SETTINGS: {ENV}")
     if games:
         yield "agent.loop", "gymnasium"
-        yield "agent.settings.env", f"{file}:{games[0]}"
+        yield ENV, f"{file}:{games[0]}"
         yield "data.train", SEEDS.format("train")
         yield "data.eval", SEEDS.format("eval")
     if tools := [name for name in own if isinstance(vars(module)[name], FunctionTool)]:

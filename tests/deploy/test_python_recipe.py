@@ -58,6 +58,7 @@ def test_parts_are_defaults_of_their_keys(tmp_path: Path) -> None:
         ("class Game: ...", "has no SETTINGS, a dict such as"),
         ("import nothing_of_this_name", "nothing_of_this_name"),
         (f"{GAME}\nclass Other(Game): ...", "Game and Other have reset and step; name one in SETTINGS"),
+        ("SETTINGS = {'model': 'm', 3: 4}", "keys of SETTINGS are texts such as 'trainer.lr', found 3"),
         ("SETTINGS = {'model': 'm', 'model.name': 1}", "SETTINGS['model.name']: 'model' is a value, not a section"),
         ("SETTINGS = {'model': 'm', 'data.train': 'x', 'trainer.lrr': 1}", "trainer.lrr: no such key; did you mean"),
     ],
@@ -66,6 +67,21 @@ def test_a_file_that_is_not_a_recipe_is_refused(text: str, words: str, tmp_path:
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "keys", ["'trainer.lr': 1e-3, 'trainer': {'steps': 3}", "'trainer': {'steps': 3}, 'trainer.lr': 1e-3"]
+)
+def test_a_dotted_key_and_its_section_come_in_any_order(keys: str, tmp_path: Path) -> None:
+    config = load(tmp_path, f"SETTINGS = {{'model': 'm', 'data.train': 'generate:calculator/train', {keys}}}")
+    assert (config.trainer.lr, config.trainer.steps) == (1e-3, 3)
+
+
+@pytest.mark.parametrize("key", ["'agent.settings.env': ENV", "'agent': {'settings': {'env': ENV}}"])
+def test_settings_name_one_environment_of_two(key: str, tmp_path: Path) -> None:
+    text = f"ENV = __file__ + ':Other'\n{GAME}class Other(Game): ...\nSETTINGS = {{'model': 'm', {key}}}"
+    config = load(tmp_path, text)
+    assert (config.agent.loop, config.agent.settings["env"].rpartition(":")[2]) == ("gymnasium", "Other")
 
 
 TASKS = [("1+1?", "2"), {"level": 3}, {"prompt": [{"role": "user", "content": "?"}], "data_source": "d",
