@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from penstock.agent_loops.errors import LoadError
 from penstock.common import USERS_FAULTS, nearest
 
 _folders: set[Path] = set()
+_loading = threading.RLock()
+"""Held while a module is executed: checks run in threads, and another one would be given half a module."""
 _set_aside: dict[Path, dict[str, ModuleType]] = {}
 """Folder → its modules whose names another folder's modules have in `sys.modules`."""
 
@@ -34,7 +37,8 @@ def load_object(spec: str, recipe_dir: Path) -> Any:
     if not module_name or not name:
         raise LoadError(f"{spec!r} is neither package.module:Name nor folder/file.py:Name")
     is_file = module_name.endswith(".py")
-    module = load_file(module_name, recipe_dir) if is_file else _import(module_name, recipe_dir)
+    with _loading:
+        module = load_file(module_name, recipe_dir) if is_file else _import(module_name, recipe_dir)
     if not hasattr(module, name):
         raise LoadError(f"{module_name} has no {name!r}{nearest(name, dir(module))}")
     return getattr(module, name)
@@ -50,10 +54,11 @@ def load_file(path: str, recipe_dir: Path) -> ModuleType:
     if found is None:
         raise LoadError(f"no file {path!r}; looked at {' and '.join(str(file) for file in dict.fromkeys(candidates))}")
     module_name = f"penstock_user_{found.stem}_{xxhash.xxh3_64_hexdigest(bytes(found))[:8]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    allow_imports_from(found.parent)
-    return _execute(module_name, found)
+    with _loading:
+        if module_name in sys.modules:
+            return sys.modules[module_name]
+        allow_imports_from(found.parent)
+        return _execute(module_name, found)
 
 
 def _execute(module_name: str, file: Path) -> ModuleType:

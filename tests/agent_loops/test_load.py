@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,16 @@ def test_load_failure_keeps_other_folders_imports(tmp_path):
     with pytest.raises(LoadError, match=r"broken\.py cannot be imported: ValueError: second"):
         load_object("broken.py:X", second)
     assert load_object("tool.py:SEEN", first) is seen
+
+
+def test_a_file_that_another_thread_is_executing_is_waited_for(tmp_path, monkeypatch):
+    entered, go = threading.Event(), threading.Event()
+    monkeypatch.setattr(sys, "gate", (entered, go), raising=False)
+    (tmp_path / "slow.py").write_text("import sys\nentered, go = sys.gate\nentered.set()\ngo.wait(60)\nVALUE = 1\n")
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(load_object, "slow.py:VALUE", tmp_path)
+        assert entered.wait(60)
+        second = threads.submit(load_object, "slow.py:VALUE", tmp_path)
+        wait([second], timeout=0.3)
+        go.set()
+        assert (first.result(60), second.result(60)) == (1, 1)
