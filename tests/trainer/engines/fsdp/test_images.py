@@ -24,8 +24,8 @@ from tests.vision_model import save_qwen3_vl, save_vision_model, vision_tokenize
 from trainer_support import run_ranks
 
 from penstock.rollout_server import Generation
-from penstock.trainer import BadBatch, BadJob, Ranks, TrainerConfig, make_row, make_step_batch, pack_rows
-from penstock.trainer.batch import Row, number_tokens
+from penstock.trainer import BadJob, Ranks, TrainerConfig, make_row, make_step_batch, pack_rows
+from penstock.trainer.batch import Row, UntrainableEpisodes, number_tokens
 from penstock.trainer.engines.fsdp import FSDPEngine, Policy, load_policy
 from penstock.trainer.engines.fsdp.rows import RowPlan
 from penstock.trainer.packing import RowLayout, join_rows
@@ -175,7 +175,7 @@ def test_a_step_reads_images_from_payload_and_files(policy: Policy, tmp_path: Pa
         (replace(images, data={red: BLUE}), vision_limits(), "another sha256|other bytes"),
         (images, replace(vision_limits(), image_token=None), "the trainer's model sees none"),
     ):
-        with pytest.raises(BadBatch, match=rf"episode train/0#0: .*({message})"):
+        with pytest.raises(UntrainableEpisodes, match=rf"episode train/0#0: .*({message})"):
             make_step_batch(batch, [0], [trajectory_of(changed, 2)], 0, model)
 
 
