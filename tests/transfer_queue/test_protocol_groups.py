@@ -139,7 +139,9 @@ async def test_groups_that_leave_give_their_quota_back(make_queue, filtered: boo
     assert {lease.task.task_id for lease in second} == {"train/0001"}
 
 
-@pytest.mark.parametrize(("rewards", "left"), [((0.7 + 0.2 + 0.1, 1.0), 1), ((0.999, 1.0), 0), ((1e9 + 1, 1e9), 1)])
+@pytest.mark.parametrize(
+    ("rewards", "left"), [((0.7 + 0.2 + 0.1, 1.0), 1), ((0.999, 1.0), 0), ((1e9 + 1, 1e9), 1), ((0.999999, 1.0), 1)]
+)
 async def test_rewards_that_differ_by_rounding_are_equal(make_queue, rewards, left: int) -> None:
     queue = await make_queue(FILTERED)
     await queue.submit(tasks(1), cursor=at(1))

@@ -236,10 +236,14 @@ local function forget_group(task_id, consumed)
   return v
 end
 
--- As `validation.same_reward`, of the texts of two rewards.
+local function is_reached(reward, bound)
+  return reward >= bound - 1e-6 * math.max(1, math.abs(bound))
+end
+
+-- As `validation.same_reward`, with its very arithmetic: both queues filter the same groups. Takes texts.
 local function same_reward(one, other)
   local a, b = tonumber(one), tonumber(other)
-  return math.abs(a - b) <= 1e-6 * math.max(1, math.min(math.abs(a), math.abs(b)))
+  return is_reached(a, b) and is_reached(b, a)
 end
 
 -- DAPO: a group whose rewards are all equal has no advantage to learn from; another one takes its place.
