@@ -208,7 +208,7 @@ async def test_worker_adapts_concurrency_to_refusals(worker_of, queue_of, tasks_
     monkeypatch.setattr("penstock.agent_loops.worker.ADAPT_S", 0.02)
     monkeypatch.setattr("penstock.agent_loops.concurrency.HOLD_S", 0.05)
     client = Loaded(calling_policy(turns=0), latency_s=0.02)
-    queue = queue_of(tasks_of(300))
+    queue = queue_of(tasks_of(5000))  # more than end meanwhile on a busy machine
     worker = worker_of(queue, client, config=AgentConfig(concurrency=16, max_response_tokens=1000))
     async with running(worker):
         await until(lambda: worker.concurrency.limit <= 2 and len(queue.leased) <= 2)
