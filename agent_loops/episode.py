@@ -86,7 +86,7 @@ class Episode:
         except QueueError:
             raise
         except USERS_FAULTS as error:
-            # Unreported, the episode would have to wait until its lease expires, and nobody would read the cause.
+            # Without this report the episode waits until its lease expires, and its cause is lost.
             log.exception("episode %s failed outside of its guards", self._lease.episode_id)
             return await self._fail(Outcome(OutcomeKind.INFRA_ERROR, describe_error(error), "worker"))
 

@@ -29,7 +29,7 @@ _set_aside: dict[Path, dict[str, ModuleType]] = {}
 
 
 def load_object(spec: str, recipe_dir: Path) -> Any:
-    """The object that `spec` names; files are searched beside the recipe, then in the current directory.
+    """Return the object that `spec` names; files are searched in the recipe's folder, then in the current one.
 
     Raises `LoadError` naming the part that was not found, with the nearest name that exists.
     """
@@ -45,9 +45,9 @@ def load_object(spec: str, recipe_dir: Path) -> Any:
 
 
 def load_file(path: str, recipe_dir: Path) -> ModuleType:
-    """Loads a file once per process; its folder joins the import path, so that it can import modules beside it.
+    """Load a file once per process. Its folder joins the import path, so that it can import modules of that folder.
 
-    The file is searched beside the recipe, then in the current directory. Raises `LoadError`.
+    The file is searched in the folder of the recipe, then in the current directory. Raises `LoadError`.
     """
     candidates = [(folder / path).resolve() for folder in (recipe_dir, Path.cwd())]
     found = next((file for file in candidates if file.is_file()), None)

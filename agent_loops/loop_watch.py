@@ -3,7 +3,7 @@
 beat (in the loop)    writes the time every BEAT_S
 watch (a thread)      the beat is late ──► the loop's task and stack, look by look ──► innermost frame of user code
 
-A late beat alone blames nobody: on a loaded machine, or beside threads that compute, many short steps make it late.
+A late beat alone names no line: on a loaded machine, or while threads compute, many short steps make it late.
 Only what every look meets for LIMIT_S is reported.
 """
 

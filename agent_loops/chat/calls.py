@@ -134,7 +134,7 @@ def _written(template: ChatTemplate, tools: Tools) -> str | None:
 
 
 def _reads(parser: ToolCallParser, text: str, tools: Tools) -> bool:
-    """The id too, where the template writes it into the call: a result stands beside the one that the model wrote."""
+    """The id as well, if the template writes it into the call: a result refers to the id that the model wrote."""
     call, calls = _call(tools), parser.parse(text).calls
     if [(one.name, one.arguments) for one in calls] != [(call.name, call.arguments)]:
         return False

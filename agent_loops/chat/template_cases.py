@@ -101,7 +101,7 @@ def _calls(chat: ChatTokens, tools: Tools, history: Sequence[Message], first: in
     """Calls `first` and following of a conversation, behind `history`, each with an id that no other one has.
 
     Where the model writes ids, they are those of a model that writes as the template does, none that follows from the
-    position of a call: those are what results stand beside where a parser drops the model's own.
+    position of a call: results refer to those if a parser drops the model's own.
     """
     calls = []
     for number in range(first, first + count):

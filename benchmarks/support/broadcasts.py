@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.board import open_board
+from benchmarks.support.board import open_board, run_roles
 from penstock.weight_sync import (
     Broadcaster,
     Offer,
@@ -50,19 +48,8 @@ Figures = dict[str, float]
 
 def measure_broadcasts(rounds: int, size_mb: int) -> Figures:
     """Medians over the rounds: seconds, and the peak in buckets."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        store, found = Path(folder) / "store", Path(folder) / "figures.json"
-        arguments = [(role, str(store), str(found), rounds, size_mb) for role in range(ROLES)]
-        processes = [context.Process(target=_play, args=each) for each in arguments]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise RuntimeError(f"processes ended with {[process.exitcode for process in processes]}")
-        figures: dict[str, list[float]] = json.loads(found.read_text())
-        return {name: median(values) for name, values in figures.items()}
+    figures: dict[str, list[float]] = run_roles(_play, ROLES, rounds, size_mb)
+    return {name: median(values) for name, values in figures.items()}
 
 
 def broadcast_ratios(figures: Figures) -> Figures:
@@ -142,6 +129,7 @@ class _Stage:
             self._sources[ranks].take(number, self._shards(ranks))
 
     def _shards(self, ranks: int) -> list[Shard]:
+        sizes: list[tuple[int, ...]]
         if ranks == 1:
             sizes = [(half.numel() * 2 * 2,) for half in self._halves]
             locals_ = self._wholes

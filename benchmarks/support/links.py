@@ -1,7 +1,7 @@
 """The bytes that each link of a broadcast carries: four trainer ranks, two servers of two workers, each a process.
 
-    received   by a worker, over all of its TCP connections, beside the bytes of the model
-    sent       by a trainer rank, beside the mean of the ranks
+    received   by a worker over all of its TCP connections, over the bytes of the model
+    sent       by a trainer rank, over the mean of the ranks
 
 The kernel counts, per connection. They are read once all bytes have arrived, before a member leaves its groups.
 """
@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 import socket
 import struct
-import tempfile
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.board import open_board
+from benchmarks.support.board import open_board, run_roles
 from penstock.weight_sync import Broadcaster, JoinedBroadcast, Members, Offer, RankWire, Shard, WeightSource
 
 SENDERS, SERVERS, WORKERS = 4, 2, 4
@@ -32,23 +30,12 @@ ROLES = SENDERS + WORKERS
 TENSORS = 16
 WAIT = timedelta(seconds=300)
 _TCP_INFO_BYTES, _BYTES_AT = 232, 120
-"""Of ``struct tcp_info``: ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` begin there."""
+"""Size of ``struct tcp_info``, and the offset of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in it."""
 
 
 def measure_links(size_mb: int) -> dict[str, float]:
     """Return ``bytes_over_model``, of the worker that received most, and ``sender_share_max_over_mean``."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        store, found = Path(folder) / "store", Path(folder) / "links.json"
-        arguments = [(role, str(store), str(found), size_mb) for role in range(ROLES)]
-        processes = [context.Process(target=_play, args=each) for each in arguments]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise RuntimeError(f"processes ended with {[process.exitcode for process in processes]}")
-        links: list[tuple[int, int]] = json.loads(found.read_text())
+    links: list[tuple[int, int]] = run_roles(_play, ROLES, size_mb)
     sent = [sent for sent, _ in links[:SENDERS]]
     return {
         "bytes_over_model": round(max(received for _, received in links[SENDERS:]) / (size_mb << 20), 3),
