@@ -14,7 +14,7 @@ from penstock.common import uncollected
 with uncollected():
     import typer
 
-    from penstock.deploy.commands import compose, config, data, kubernetes, queue, ray, slurm
+    from penstock.deploy.commands import compose, config, data, kubernetes, model, queue, ray, slurm
     from penstock.deploy.commands.clean import clean
     from penstock.deploy.commands.curriculum import curriculum
     from penstock.deploy.commands.dashboard import dashboard
@@ -50,6 +50,7 @@ for panel, commands in PANELS.items():
 train_app = typer.Typer(invoke_without_command=True)
 app.add_typer(data.app, name="data", rich_help_panel=START)
 app.add_typer(config.app, name="config", rich_help_panel=START)
+app.add_typer(model.app, name="model", rich_help_panel=START)
 app.command(name="eval", rich_help_panel=TRAIN)(evaluate)
 app.add_typer(queue.app, name="queue", rich_help_panel=WATCH)
 app.add_typer(train_app, name="train", rich_help_panel=ROLES)

@@ -19,6 +19,7 @@ import penstock
 from penstock.agent_loops import AgentConfig
 from penstock.dashboard import DashboardConfig
 from penstock.datasets import HARBOR
+from penstock.deploy.pretrained import find_fetched
 from penstock.deploy.python_recipe import BadRecipe, read_python_recipe
 from penstock.deploy.removed_settings import removed
 from penstock.rollout_server import RolloutConfig
@@ -315,6 +316,8 @@ def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
         value = holder.get(key)
         if isinstance(value, str) and ".py:" in value:
             holder[key] = _resolve_path(value, roots)
+    if isinstance(model := tree.get("model"), str) and (fetched := find_fetched(model)):
+        tree["model"] = str(fetched)
 
 
 def _references(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
