@@ -110,7 +110,7 @@ async def test_grade_decoys_stop_patches_that_know_the_runner(sandbox, task, att
 
 TELLS = {
     "what a hang would end": "witness.needed",
-    "when its tests were written": "os.stat(TESTS).st_mtime_ns - os.stat(__file__).st_mtime_ns < 5e6",
+    "when its tests were written": "os.stat(TESTS).st_mtime_ns != os.stat(__file__).st_mtime_ns",
     "its processes": "os.getpid() != 61",
 }
 """What differed between the box with the right expectations and the others: each was resolved with certainty."""
@@ -132,14 +132,16 @@ async def test_grade_nothing_in_box_tells_what_hidden_tests_are(sandbox, task, t
         "import os, subprocess\n"
         "search = 'git grep -l takes_a_sep $(git rev-list --all; git fsck --lost-found | cut -d\" \" -f3)'\n"
         "found = subprocess.run(['sh', '-c', search], capture_output=True, text=True).stdout\n"
-        "raise RuntimeError(f\"{sorted(os.listdir('/tmp/.penstock_swe'))} {found or 'nothing'} in git\")"
+        "times = {os.stat(path).st_mtime_ns for path in (__file__, 'tests', 'tests/test_slug.py')}\n"
+        "listed = sorted(os.listdir('/tmp/.penstock_swe'))\n"
+        "raise RuntimeError(f\"{listed} {found or 'nothing'} in git, {len(times)} time\")"
     )
     patch = patch_by(task.repository, task.base_commit, IN_CODE.format(look), tmp_path / "tree")
     found = await grade(sandbox, task, patch, LIMITS)
     (said,) = {line for line in found.output.splitlines() if line.startswith("E   RuntimeError")}
     assert "base.git" not in said
     assert ".patch" not in said
-    assert said.endswith("nothing in git")
+    assert said.endswith("nothing in git, 1 time")
 
 
 REBUILT = {
