@@ -83,8 +83,11 @@ def _ray_placement(address: str | None) -> Placement:
 def _refuse_doomed(config: RunConfig, *, here: bool) -> None:
     """`here`: the roles run on this machine."""
     with uncollected():  # some import what the run needs later
-        failed = [check for check in run_checks(config, here=here) if not check.ok]
-    if failed:
+        checks = list(run_checks(config, here=here))
+    for check in checks:
+        if check.warns:
+            console.print(f"{check.name}: {check.found}; {check.fix}", style="yellow", markup=False, soft_wrap=True)
+    if failed := [check for check in checks if not check.ok]:
         raise ConfigError("\n".join(f"{check.name}: {check.found}\n  fix: {check.fix}" for check in failed))
 
 

@@ -10,11 +10,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from penstock.common.registry import nearest
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, skipped, warning
+from penstock.deploy.pretrained import PACKAGES
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
@@ -111,21 +114,52 @@ def _parsed(file: Path, header: bytes) -> dict[str, Any]:
 
 
 EMBEDDING = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
+NAMES = (
+    "give a folder with config.json, tokenizer and *.safetensors, a hub name such as Qwen/Qwen3-0.6B, "
+    f"or one of `penstock model fetch`: {', '.join(PACKAGES)}"
+)
+HUB_TIMEOUT_S = 5.0
 SAVE = "save the model and its tokenizer with save_pretrained into this folder"
 
 
 def check_model(config: RunConfig) -> Check:
     folder = Path(config.model)
     if not folder.is_dir():
-        hub_name = config.model.count("/") == 1 and not config.model.startswith((".", "/"))
-        fix = "give a folder with config.json, tokenizer and *.safetensors, or a hub name such as Qwen/Qwen3-0.6B"
-        return Check(
-            "model", hub_name, f"{config.model} (no such folder{'; taken as a hub name' if hub_name else ''})", fix
-        )
+        if config.model.count("/") == 1 and not config.model.startswith((".", "/")):
+            return _check_hub(config.model)
+        return Check("model", False, f"{config.model}: no such folder{_known(config.model)}", NAMES)
     missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
     if missing:
         return Check("model", False, f"{folder} lacks {', '.join(missing)}", SAVE)
     return _check_weights(folder)
+
+
+def _known(name: str) -> str:
+    if name in PACKAGES:
+        return f"; `penstock model fetch {name}` makes it"
+    return nearest(name, PACKAGES)
+
+
+@lru_cache(maxsize=8)
+def _check_hub(name: str) -> Check:
+    """Asks the hub once. A hub that cannot be reached is a warning: a model's files may come later."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return Check("model", True, f"{name}: in the hub's cache")
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except GatedRepoError:
+        fix = f"accept its terms on https://huggingface.co/{name} and set HF_TOKEN, or log in with `hf auth login`"
+        return Check("model", False, f"{name}: gated on the hub", fix)
+    except RepositoryNotFoundError:
+        found = f"{name}: neither a folder here nor a model that the hub shows"
+        return Check("model", False, found, f"{NAMES}; a private model needs HF_TOKEN")
+    except Exception as error:  # noqa: BLE001 - of an HTTP library that each version of the client chooses anew
+        found = f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be asked ({error})"
+        return warning("model", found, NAMES)
+    return Check("model", True, f"{name}: on the hub")
 
 
 def _check_weights(folder: Path) -> Check:

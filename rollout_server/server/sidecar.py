@@ -105,7 +105,8 @@ class Sidecar:
         return self.weights.version
 
     async def run(self, max_restarts: int) -> None:
-        """Keeps an engine serving until cancelled. Raises `EngineError` after `max_restarts` in a row."""
+        """Keeps an engine serving until cancelled. Raises `EngineError` after `max_restarts` in a row, and at once if
+        its first start failed for good."""
         heartbeat = asyncio.create_task(self._registration.keep())
         try:
             async with self._devices.kept() if self._devices else nullcontext():
@@ -121,6 +122,8 @@ class Sidecar:
                 await self._run_engine()
             except EngineError as error:
                 self._close(str(error))
+                if self.info is None and not error.retryable:  # it has never started, and never will
+                    raise
             in_a_row = 1 if time.monotonic() - started > STABLE_S else in_a_row + 1
             # An engine that answered requests before it failed is restarted soon; one that never did, ever later.
             barren = 0 if self.requests.answered > answered else barren + 1

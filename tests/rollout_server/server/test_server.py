@@ -125,6 +125,17 @@ async def test_an_engine_that_never_comes_up_ends_the_server_with_the_cause(queu
     assert queue.heartbeats == []
 
 
+class NeverAble(FakeEngine):
+    async def start(self) -> EngineInfo:
+        raise EngineError("no such model anywhere", retryable=False)
+
+
+async def test_an_engine_that_can_never_start_is_not_started_again(queue: RunQueue, tmp_path: Path) -> None:
+    job = ServerJob("s0", RunContext(queue, "fake", TOKEN), small_config(max_restarts=1000), tmp_path)
+    with pytest.raises(EngineError, match=r"^no such model anywhere$"):
+        await asyncio.wait_for(serve(job, NeverAble), 60)
+
+
 @pytest.mark.parametrize("how", ["route", "cancel"])
 async def test_drain_lets_requests_end_then_the_server(server: RunningServer, how: str) -> None:
     asking = asyncio.create_task(server.post(body(300)))
