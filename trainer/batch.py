@@ -107,10 +107,10 @@ class StepBatch:
     @property
     def rewards_by_task(self) -> dict[str, list[float]]:
         """Task id → rewards of its episodes, of this rank's share."""
-        found: dict[str, list[float]] = {}
+        rewards: dict[str, list[float]] = {}
         for trajectory, reward in zip(self.trajectories, self.rewards.tolist(), strict=True):
-            found.setdefault(trajectory.task_id, []).append(reward)
-        return found
+            rewards.setdefault(trajectory.task_id, []).append(reward)
+        return rewards
 
 
 def share_of(batch: Batch, rank: int, world: int, minibatches: int, costs: Sequence[float] | None = None) -> list[int]:

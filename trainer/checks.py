@@ -77,19 +77,19 @@ def _check_filter(job: TrainJob) -> None:
 
 def _check_top_k(job: TrainJob) -> None:
     """Refuse a teacher's top_k that nothing learns from."""
-    given, config, distill = job.run.teacher_top_k, job.config, job.config.distill
-    if any(given) and not distill.in_loss:
+    top_ks, config, distill = job.run.teacher_top_k, job.config, job.config.distill
+    if any(top_ks) and not distill.in_loss:
         raise BadJob(
-            f"agent.teachers.*.top_k is {max(given)} and trainer.distill.in_loss 0: an advantage is of the sampled "
+            f"agent.teachers.*.top_k is {max(top_ks)} and trainer.distill.in_loss 0: an advantage is of the sampled "
             "token alone, and the likeliest ids would be carried for nothing. Set trainer.distill.in_loss, or "
             "agent.teachers.*.top_k=0"
         )
-    if any(given) and config.engine == "megatron":
+    if any(top_ks) and config.engine == "megatron":
         raise BadJob(
-            f"agent.teachers.*.top_k is {max(given)}, and trainer.engine megatron says nothing of other ids than the "
+            f"agent.teachers.*.top_k is {max(top_ks)}, and trainer.engine megatron says nothing of other ids than the "
             "sampled ones: set trainer.engine=fsdp, or agent.teachers.*.top_k=0"
         )
-    if distill.divergence != "reverse_kl" and not (given and all(given)):
+    if distill.divergence != "reverse_kl" and not (top_ks and all(top_ks)):
         raise BadJob(
             f"trainer.distill.divergence is {distill.divergence}, and a sampled token estimates the reverse KL alone: "
             "set agent.teachers.*.top_k of every teacher, or trainer.distill.divergence=reverse_kl"

@@ -129,8 +129,8 @@ def _turn_states(trajectories: Sequence[Trajectory], turns: Sequence[Sequence[li
     states: list[int] = []
     for trajectory, segments in zip(trajectories, turns, strict=True):
         own = trajectory.extra.get("turn_states")
-        found = [key for keys in segments for key in keys]
-        states += found if own is None else [_key(repr(state).encode()) for state in own]
+        prefix_keys = [key for keys in segments for key in keys]
+        states += prefix_keys if own is None else [_key(repr(state).encode()) for state in own]
     return torch.tensor(states, dtype=torch.long)
 
 

@@ -57,8 +57,8 @@ def teacher_gap(logprobs: Tensor, teacher: Tensor, clip: float, *, keep_slope: b
     """
     known = torch.where(teacher.isnan(), logprobs.detach(), teacher)
     gap = logprobs - known
-    held = gap.clamp(-clip, clip)
-    return gap + (held - gap).detach() if keep_slope else held
+    clipped = gap.clamp(-clip, clip)
+    return gap + (clipped - gap).detach() if keep_slope else clipped
 
 
 def mixed(advantages: Advantages, gap: Tensor, config: DistillConfig) -> Advantages:

@@ -235,10 +235,10 @@ def head_sizes(config: Any) -> list[int]:
     return [getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads for one in layers]
 
 
-def peak_tflops(given: float | None, device: torch.device, dtype: str) -> float | None:
+def peak_tflops(configured: float | None, device: torch.device, dtype: str) -> float | None:
     """Return the peak of one rank's device; None if unknown."""
-    if given is not None or device.type != "cuda" or dtype != "bfloat16":
-        return given
+    if configured is not None or device.type != "cuda" or dtype != "bfloat16":
+        return configured
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 

@@ -134,10 +134,10 @@ def by_version(trajectories: Sequence[Trajectory], version: int) -> dict[str, fl
     return {"version_oldest": float(versions.min()), "version_newest": float(versions.max()), "own_tokens": float(own)}
 
 
-def summarise(trajectories: Sequence[Trajectory], asked: int) -> dict[str, float]:
+def summarise(trajectories: Sequence[Trajectory], expected: int) -> dict[str, float]:
     """Mean over the episodes that carry a reward; those lost to infrastructure are counted, never scored 0."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    result = {"episodes": float(len(rewards)), "failed": float(asked - len(rewards))}
+    result = {"episodes": float(len(rewards)), "failed": float(expected - len(rewards))}
     if rewards:
         result |= {"reward": float(np.mean(rewards)), "reward_std": float(np.std(rewards))}
     for name in sorted({name for t in trajectories for name in t.metrics}):

@@ -40,9 +40,9 @@ def save_final_model(engine: Engine, ranks: Ranks, source: str, folder: Path, *,
         logger.warning("model without tokenizer: %s has none (%s)", source, error)
     if sees_images(source):  # by whose settings pixels were made is part of the model: the file as the source has it
         for name in ("preprocessor_config.json", "processor_config.json"):
-            found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-            if found:
-                shutil.copyfile(found, temporary / name)
+            settings_file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+            if settings_file:
+                shutil.copyfile(settings_file, temporary / name)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
 
@@ -58,14 +58,14 @@ def export_checkpoint(checkpoint: Path, model: str, config: TrainerConfig, folde
     if folder.exists():
         raise FileExistsError(f"{folder} is there already: name a folder that is not")
     config = config.anywhere()
-    found = read_whole(checkpoint)
+    info = read_whole(checkpoint)
     ranks = Ranks.open(TIMEOUT_S)
     try:
         engine = FSDPEngine(model, config, ranks)
-        engine.load(found.path, found.ranks)
+        engine.load(info.path, info.ranks)
         save_final_model(engine, ranks, model, folder)
         if engine.adapter_settings is not None:
             engine.save_adapter(folder / "adapter")
     finally:
         ranks.close()
-    return found.step
+    return info.step

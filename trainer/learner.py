@@ -171,12 +171,12 @@ class Learner:
         old, returns = scored.tokens.values, advantages.returns.float()
 
         def loss(pack: Pack, values: Tensor) -> Tensor:
-            kept, token = pack.mask, pack.token.to(old.device)[pack.mask.to(old.device)]
+            mask, token = pack.mask, pack.token.to(old.device)[pack.mask.to(old.device)]
             target, before = returns[token].to(values.device), old[token].to(values.device)
-            per_token = value_loss(values[kept], before, target, self._config.critic.clip)
+            per_token = value_loss(values[mask], before, target, self._config.critic.clip)
             tally.add("value/loss", per_token.detach().double().cpu().numpy())
-            tally.add("value/mean", values[kept].detach().double().cpu().numpy())
-            return per_token.sum() if bool(kept.any()) else values.sum() * 0
+            tally.add("value/mean", values[mask].detach().double().cpu().numpy())
+            return per_token.sum() if bool(mask.any()) else values.sum() * 0
 
         counted = [(packs, self._ranks.sum(sum(int(p.mask.sum()) for p in packs))) for packs in scored.minibatches]
         updates = [self._engine.update_critic(packs, loss, tokens) for packs, tokens in counted if tokens]
@@ -254,7 +254,7 @@ class Learner:
         self, minibatches: Sequence[Sequence[Pack]], score: Callable[[Sequence[Pack]], list[Tensor]], name: str
     ) -> list[list[Pack]]:
         return [
-            [replace(pack, **{name: found}) for pack, found in zip(packs, score(packs), strict=True)]
+            [replace(pack, **{name: tensor}) for pack, tensor in zip(packs, score(packs), strict=True)]
             for packs in minibatches
         ]
 
@@ -267,8 +267,8 @@ class Learner:
         """[N] in the order of rows"""
         values = torch.zeros(_tokens(batch))
         for packs in minibatches:
-            for pack, found in zip(packs, score(packs), strict=True):
-                values[pack.token] = found
+            for pack, tensor in zip(packs, score(packs), strict=True):
+                values[pack.token] = tensor
         return values
 
     def _packs(self, rows: Sequence[Row]) -> list[Pack]:

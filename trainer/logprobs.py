@@ -97,22 +97,22 @@ def token_logprobs(
     below 0 for none."""
     if not head.elements:
         head = replace(head, elements=GPU_TILE_ELEMENTS if hidden.is_cuda else CPU_TILE_ELEMENTS)
-    asked = targets.new_zeros(len(targets), 0) if ids is None else ids.long()
-    logprobs, entropy, coarse = _TokenLogprobs.apply(hidden, weight, bias, targets, asked, head, with_entropy)
+    coarse_ids = targets.new_zeros(len(targets), 0) if ids is None else ids.long()
+    logprobs, entropy, coarse = _TokenLogprobs.apply(hidden, weight, bias, targets, coarse_ids, head, with_entropy)
     return Outputs(logprobs, entropy if with_entropy else None, None if ids is None else coarse)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight, bias, targets, ids, head, with_entropy = given
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight, bias, targets, ids, head, with_entropy = inputs
         tiles = _row_tiles(hidden, weight, head)
-        found = [
+        tile_sums = [
             _sums(hidden[rows], weight, bias, targets[rows], head, ids=ids[rows], mean=with_entropy) for rows in tiles
         ]
         nothing = hidden.new_zeros(0, dtype=torch.float32)
         none = _Sums(nothing, nothing, nothing, hidden.new_zeros(ids.shape, dtype=torch.float32), nothing)
-        sums = _Sums(*(torch.cat(parts) for parts in zip(*(found or [none]), strict=True)))
+        sums = _Sums(*(torch.cat(parts) for parts in zip(*(tile_sums or [none]), strict=True)))
         entropy = sums.log_total - sums.mean
         ctx.save_for_backward(hidden, weight, bias, targets, ids, sums.log_total, entropy, sums.log_rest)
         ctx.head, ctx.with_entropy = head, with_entropy
@@ -128,8 +128,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _row_tiles(hidden, weight, ctx.head):
             of_entropy = (for_entropy[rows], entropy[rows]) if ctx.with_entropy else None
             of_coarse = _CoarseGradient.of(ids[rows], for_coarse[rows], log_rest[rows]) if ids.shape[1] else None
-            given = (rows, targets[rows], log_total[rows], for_logprobs[rows])
-            work.add(*given, of_entropy=of_entropy, of_coarse=of_coarse)
+            tile = (rows, targets[rows], log_total[rows], for_logprobs[rows])
+            work.add(*tile, of_entropy=of_entropy, of_coarse=of_coarse)
         return (*work.result(), None, None, None, None)
 
 
@@ -234,26 +234,26 @@ class _Backward:
     """Gradients, added up tile by tile. Those of half-precision weights are added up in float32."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, wanted: tuple[bool, ...]
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, needs_grad: tuple[bool, ...]
     ) -> None:
         self._hidden, self._weight, self._bias, self._head = hidden, weight, bias, head
-        self._for_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wanted[0] else None
-        self._for_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        self._for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        self._for_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_grad[0] else None
+        self._for_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[1] else None
+        self._for_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs_grad[2] else None
 
     def add(
         self,
         rows: slice,
         targets: Tensor,
         log_sum: Tensor,
-        given: Tensor,
+        for_logprobs: Tensor,
         *,
         of_entropy: tuple[Tensor, Tensor] | None,
         of_coarse: _CoarseGradient | None,
     ) -> None:
-        """`given` [n] and `of_entropy` ([n], [n]): gradients of the logprobs; of the entropies, and those."""
+        """Gradients: `for_logprobs` [n] of logprobs, `of_entropy` ([n], [n]) of entropies, with the entropies."""
         hidden = self._hidden[rows]
-        everywhere = given if of_coarse is None else given + of_coarse.total()
+        everywhere = for_logprobs if of_coarse is None else for_logprobs + of_coarse.total()
         for columns in _column_tiles(self._weight):
             z = self._head.logits(hidden, self._weight[columns], _of(self._bias, columns))
             factor = -everywhere[:, None]
@@ -262,7 +262,7 @@ class _Backward:
                 factor = factor - gradient[:, None] * (z - (log_sum - entropy)[:, None])
             change = (z - log_sum[:, None]).exp_().mul_(factor)
             inside, index = _local(targets, columns, self._head)
-            change.scatter_add_(-1, index[:, None], torch.where(inside, given, 0.0)[:, None])
+            change.scatter_add_(-1, index[:, None], torch.where(inside, for_logprobs, 0.0)[:, None])
             if of_coarse is not None:
                 of_coarse.add_to(change, z, columns, self._head)
             self._spread(rows, columns, hidden, self._head.slope_(change, z))
@@ -271,10 +271,10 @@ class _Backward:
         if self._for_hidden is not None and self._head.group is not None:
             dist.all_reduce(self._for_hidden, dist.ReduceOp.SUM, self._head.group)
         sums = (self._for_hidden, self._for_weight, self._for_bias)
-        given = (self._hidden, self._weight, self._bias)
+        inputs = (self._hidden, self._weight, self._bias)
         hidden, weight, bias = (
             None if total is None or like is None else total.to(like.dtype)
-            for total, like in zip(sums, given, strict=True)
+            for total, like in zip(sums, inputs, strict=True)
         )
         return hidden, weight, bias
 
@@ -332,11 +332,11 @@ def coarse_logprobs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     """logits [N, V], ids [N, k] as of `token_logprobs` → [N, k + 1] as `Outputs.coarse`. Copies of logits exist for
     `WHOLE_ROWS` tokens at a time, in the backward too."""
 
-    def of_rows(some: Tensor, asked: Tensor) -> Tensor:
-        return checkpoint(_coarse_of, some, asked, temperature, use_reentrant=False, preserve_rng_state=False)
+    def of_rows(some: Tensor, row_ids: Tensor) -> Tensor:
+        return checkpoint(_coarse_of, some, row_ids, temperature, use_reentrant=False, preserve_rng_state=False)
 
     parts = zip(logits.split(WHOLE_ROWS), ids.long().split(WHOLE_ROWS), strict=True)
-    return torch.cat([of_rows(some, asked) for some, asked in parts])
+    return torch.cat([of_rows(some, some_ids) for some, some_ids in parts])
 
 
 def _coarse_of(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:

@@ -82,33 +82,33 @@ class Objective:
 
     def __call__(self, pack: Pack, outputs: Outputs) -> Tensor:
         # Tokens that are not trained on are left out here, not multiplied by 0: 0 · inf would still spoil the gradient.
-        kept = pack.mask
-        behaviour, logprobs = pack.behaviour[kept], outputs.logprobs[kept]
-        proximal = proximal_logprobs(self._config.proximal, pack, outputs.logprobs)[kept]
+        mask = pack.mask
+        behaviour, logprobs = pack.behaviour[mask], outputs.logprobs[mask]
+        proximal = proximal_logprobs(self._config.proximal, pack, outputs.logprobs)[mask]
         if self._correction is None:
             ones = torch.ones_like(proximal)
             corrected = Corrected(ones, ones.bool())
         else:
-            corrected = self._correction(CorrectionInput(proximal, behaviour, pack.segment[kept]))
-        given = LossInput(
+            corrected = self._correction(CorrectionInput(proximal, behaviour, pack.segment[mask]))
+        inputs = LossInput(
             logprobs,
             proximal,
             behaviour,
-            self._of_tokens(self._targets.advantages, pack.token[kept]),
+            self._of_tokens(self._targets.advantages, pack.token[mask]),
             corrected.weights,
-            pack.segment[kept],
-            self._of_tokens(self._targets.chosen, pack.token[kept]) if self._targets.chosen is not None else None,
+            pack.segment[mask],
+            self._of_tokens(self._targets.chosen, pack.token[mask]) if self._targets.chosen is not None else None,
             self._sequences(pack),
         )
-        result = self._loss(given)
+        result = self._loss(inputs)
         per_token = torch.where(corrected.kept, result.per_token, 0.0)
         metrics = {"loss": per_token, **result.metrics, "tokens_rejected_share": ~corrected.kept}
         per_token = per_token + self._penalties(pack, outputs, corrected, metrics)
         self._measure(pack, logprobs, proximal, corrected)
         self._add(metrics)
-        weights = self._targets.episode_weights.to(logprobs.device)[pack.episode[kept]].to(per_token.dtype)
+        weights = self._targets.episode_weights.to(logprobs.device)[pack.episode[mask]].to(per_token.dtype)
         # `logprobs.sum() * 0` keeps the graph where no token is kept: the other ranks' backward waits for this one's.
-        return (per_token * weights).sum() if bool(kept.any()) else outputs.logprobs.sum() * 0
+        return (per_token * weights).sum() if bool(mask.any()) else outputs.logprobs.sum() * 0
 
     def _sequences(self, pack: Pack) -> Sequences | None:
         if self._targets.sequences is None:
@@ -235,8 +235,8 @@ def select_tokens(
     order = everything[2].argsort(stable=True)
     # The same draw on every rank, and again when a step is replayed.
     generator = torch.Generator().manual_seed(step)
-    given = {**options_of(loss), **config.loss_options}
-    settings = {name: given[name] for name in options_of(choose)}
+    options = {**options_of(loss), **config.loss_options}
+    settings = {name: options[name] for name in options_of(choose)}
     ordered = everything[:, order]
     chosen = torch.zeros(len(order), dtype=torch.bool)
     chosen[order] = choose(covariances(ordered[0], ordered[1]), generator, **settings)

@@ -160,7 +160,7 @@ def router_metrics(loads: RouterLoads, ranks: Ranks) -> dict[str, float]:
     peaks = (load.amax(1) / load.mean(1)).tolist()
     shares = load / load.sum(1, keepdim=True)
     entropies = (-torch.special.xlogy(shares, shares).sum(1) / math.log(experts)).tolist()
-    found = {
+    metrics = {
         "moe/load_max_over_mean": max(peaks),
         "moe/load_entropy": min(entropies),
         **{f"moe/load_max_over_mean/{number}": peak for number, peak in enumerate(peaks)},
@@ -169,8 +169,8 @@ def router_metrics(loads: RouterLoads, ranks: Ranks) -> dict[str, float]:
         "moe/rerouted": float(other.sum() / replayed.sum()) if bool(replayed.sum() > 0) else 0.0,
     }
     if loads.has_aux_loss:
-        found["moe/aux_loss"] = float(experts * (load.mean(0) * probability.mean(0)).sum())
-    return found
+        metrics["moe/aux_loss"] = float(experts * (load.mean(0) * probability.mean(0)).sum())
+    return metrics
 
 
 def means_by_episode(tokens: Tensor, batch: StepBatch) -> Tensor:

@@ -109,11 +109,11 @@ class Pack:
         if self.image_bytes is None or self.image_bounds is None or self.shown is None:
             return []
         bounds, whole = self.image_bounds.tolist(), self.image_bytes.numpy()
-        found: list[list[bytes]] = [[] for _ in range(len(self.row_bounds) - 1)]
+        images: list[list[bytes]] = [[] for _ in range(len(self.row_bounds) - 1)]
         encoded = [whole[start:end].tobytes() for start, end in pairwise(bounds)]
         for run, image in self.shown.tolist():
-            found[run].append(encoded[image])
-        return found
+            images[run].append(encoded[image])
+        return images
 
     @property
     def without_tops(self) -> Pack:
@@ -174,8 +174,8 @@ def pack_rows(
     rows = [row for row in rows if len(row.targets)]
     if layout is not RowLayout.PACKED:
         lengths = [len(row.ids) for row in rows]
-        found = split_by_length(lengths, budget if layout is RowLayout.PADDED else 0)
-        return [join_rows([rows[index] for index in indices]) for indices in found]
+        batches = split_by_length(lengths, budget if layout is RowLayout.PADDED else 0)
+        return [join_rows([rows[index] for index in indices]) for indices in batches]
     bundles = bundled(rows, budget) if share else [Bundle([row]) for row in rows]
     chosen = split_by_budget([bundle.tokens for bundle in bundles], budget)
     return [join_bundles([bundles[index] for index in indices]) for indices in chosen]
@@ -192,13 +192,13 @@ def bundled(rows: Sequence[Row], budget: int) -> list[Bundle]:
 def _bundles(alike: Sequence[Row], budget: int) -> list[Bundle]:
     shared = len(_prompt(alike[0]))
     parts = split_by_budget([len(row.ids) - shared for row in alike], max(budget - shared, 1))
-    found: list[Bundle] = []
+    bundles: list[Bundle] = []
     for part in parts:
         bundle = Bundle([alike[index] for index in part], shared)
         apart = sum(len(row.ids) for row in bundle.rows)
         pays = apart - bundle.tokens >= SHARING_PAYS_FROM * apart
-        found += [bundle] if pays else [Bundle([row]) for row in bundle.rows]
-    return found
+        bundles += [bundle] if pays else [Bundle([row]) for row in bundle.rows]
+    return bundles
 
 
 def _prompt(row: Row) -> NDArray[np.int64]:

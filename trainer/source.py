@@ -127,8 +127,8 @@ class BatchSource:
         bound = self._job.limits.max_staleness
         needs = needs_of_advantage(self._job.config)
         make = partial(make_step_batch, has_labels="implicit" in needs)
-        made = await asyncio.to_thread(make, batch, share, trajectories, bound, self._model)
-        return without_greedy(made) if "greedy" in needs else made
+        step_batch = await asyncio.to_thread(make, batch, share, trajectories, bound, self._model)
+        return without_greedy(step_batch) if "greedy" in needs else step_batch
 
     async def _without_lost(self, batch: Batch, error: BadPayload) -> Batch:
         """The batch again, without the episodes whose payload is gone for good; every rank finds the same ones.

@@ -107,27 +107,27 @@ class BadSteps:
             self._say_empty(batch, ranks)
 
     def _say(self, step: int, updates: Sequence[Update]) -> None:
-        said = ", ".join(f"loss {update.loss}, gradient norm {update.grad_norm}" for update in updates)
+        problem = ", ".join(f"loss {update.loss}, gradient norm {update.grad_norm}" for update in updates)
         if self._skipped <= self._most:
-            logger.error("step %d is skipped: %s", step, said)
+            logger.error("step %d is skipped: %s", step, problem)
             return
         raise TrainingDiverged(
-            f"step {step}: {said}; {self._skipped} steps in a row were not finite (trainer.max_bad_steps is "
+            f"step {step}: {problem}; {self._skipped} steps in a row were not finite (trainer.max_bad_steps is "
             f"{self._most}). Lower trainer.lr, or start from a checkpoint"
         )
 
     def _say_empty(self, batch: StepBatch, ranks: Ranks) -> None:
         sampled = ranks.sum(sum(len(row.targets) for row in batch.rows))
         missing = ranks.sum(tokens_without_logprob(batch))
-        said = (
+        problem = (
             f"step {batch.step} has no token to train on: {sampled:.0f} were sampled, {missing:.0f} of them have no "
             f"finite logprob, the others are older than max_staleness"
         )
         if self._empty <= self._most:
-            logger.error("%s; its version has the weights of the one before", said)
+            logger.error("%s; its version has the weights of the one before", problem)
             return
         raise NothingToTrain(
-            f"{said}; {self._empty} steps in a row (trainer.max_bad_steps is {self._most}). "
+            f"{problem}; {self._empty} steps in a row (trainer.max_bad_steps is {self._most}). "
             + ("Does the engine return logprobs?" if sampled else "Earlier lines say why each episode was left out")
         )
 

@@ -86,7 +86,7 @@ class Episodes:
             token_turn=_renumbered(self.token_turn[tokens], turns),
             token_rewards=self.token_rewards[tokens],
             trained=self.trained[tokens],
-            **{name: None if found is None else found[parts[name]] for name, found in optional.items()},
+            **{name: None if tensor is None else tensor[parts[name]] for name, tensor in optional.items()},
         )
 
     def per_episode(self, advantages: Tensor, *, whiten: bool = False) -> Advantages:
@@ -98,9 +98,9 @@ class Episodes:
         return Advantages(advantages[self.token_turn])
 
 
-def _renumbered(index: Tensor, kept: Tensor) -> Tensor:
-    """index [M] into what `kept` [K] bool leaves of K → [M] into what is left"""
-    return (kept.cumsum(0) - 1)[index]
+def _renumbered(index: Tensor, chosen: Tensor) -> Tensor:
+    """Map an index [M] of all turns or episodes to their numbers among the `chosen` [K] bool ones → [M]."""
+    return (chosen.cumsum(0) - 1)[index]
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,11 +173,11 @@ class Curriculum:
     def numbers(self) -> dict[str, float]:
         """``curriculum/SOURCE/…``: weight, tasks drawn by this trainer process, mean pass rate of trained rows, rows by
         pool."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for source, rows in self._sources.items():
             rates = rows.rates.values()
             own = {"weight": self.weights.of_source(source), "drawn": rows.drawn}
             own |= {"pass_rate": sum(rates) / len(rates)} if rates else {}
             own |= {str(pool): len(members) for pool, members in rows.pools.items()}
-            found |= {f"curriculum/{source}/{name}": float(value) for name, value in own.items()}
-        return found
+            numbers |= {f"curriculum/{source}/{name}": float(value) for name, value in own.items()}
+        return numbers

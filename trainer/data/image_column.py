@@ -32,15 +32,15 @@ def with_pictures(messages: Sequence[Mapping[str, Any]], column: Any, folder: Pa
     if not isinstance(column, list | tuple):
         raise BadImages(f"{COLUMN} must be a list of pictures, found {type(column).__name__}")
     places = [_picture(one, f"{COLUMN}[{index}]", folder) for index, one in enumerate(column)]
-    left = iter(places)
-    found = [
-        {**message, "content": _content(message["content"], left)} if "content" in message else dict(message)
+    pictures = iter(places)
+    resolved = [
+        {**message, "content": _content(message["content"], pictures)} if "content" in message else dict(message)
         for message in messages
     ]
-    asked = sum(_marks(message.get("content")) for message in messages)
-    if asked != len(places):
-        raise BadImages(f"the prompt has {asked} places for pictures ({MARK}), {COLUMN} has {len(places)}")
-    return found
+    marks = sum(_marks(message.get("content")) for message in messages)
+    if marks != len(places):
+        raise BadImages(f"the prompt has {marks} places for pictures ({MARK}), {COLUMN} has {len(places)}")
+    return resolved
 
 
 def _marks(content: Any) -> int:
@@ -49,34 +49,34 @@ def _marks(content: Any) -> int:
     return sum(_is_place(part) or str(part.get("text", "")).count(MARK) for part in content or ())
 
 
-def _content(content: Any, left: Iterator[str]) -> Any:
+def _content(content: Any, pictures: Iterator[str]) -> Any:
     """Text without places stays text: templates may write it otherwise than a part."""
     if isinstance(content, str):
-        return [*_parts(content, left)] if MARK in content else content
-    return [made for part in content for made in _of_part(part, left)]
+        return [*_parts(content, pictures)] if MARK in content else content
+    return [piece for part in content for piece in _of_part(part, pictures)]
 
 
-def _of_part(part: Mapping[str, Any], left: Iterator[str]) -> Iterator[Mapping[str, Any]]:
+def _of_part(part: Mapping[str, Any], pictures: Iterator[str]) -> Iterator[Mapping[str, Any]]:
     text = part.get("text")
     if _is_place(part):
-        yield from _next(left)
+        yield from _next(pictures)
     elif isinstance(text, str) and MARK in text:
-        yield from _parts(text, left)
+        yield from _parts(text, pictures)
     else:
         yield part
 
 
-def _parts(text: str, left: Iterator[str]) -> Iterator[Mapping[str, Any]]:
+def _parts(text: str, pictures: Iterator[str]) -> Iterator[Mapping[str, Any]]:
     for piece in re.split(f"({MARK})", text):
         if piece == MARK:
-            yield from _next(left)
+            yield from _next(pictures)
         elif piece:
             yield {"type": "text", "text": piece}
 
 
-def _next(left: Iterator[str]) -> Iterator[Mapping[str, Any]]:
+def _next(pictures: Iterator[str]) -> Iterator[Mapping[str, Any]]:
     """Nothing where there are too few: they are counted afterwards."""
-    where = next(left, None)
+    where = next(pictures, None)
     if where is not None:
         yield {"type": "image", "image": where}
 
@@ -86,19 +86,19 @@ def _is_place(part: Any) -> bool:
     return part.get("type") == "image" and not any(part.get(name) for name in ("image", "url", "image_url"))
 
 
-def _picture(given: Any, field: str, folder: Path) -> str:
+def _picture(picture: Any, field: str, folder: Path) -> str:
     """A ``data:`` URL or an absolute path."""
-    if isinstance(given, Mapping):
-        given = given.get("path") if given.get("bytes") is None else given["bytes"]
-        if given is None:
+    if isinstance(picture, Mapping):
+        picture = picture.get("path") if picture.get("bytes") is None else picture["bytes"]
+        if picture is None:
             raise BadImages(f"{field} has neither bytes nor a path")
-    if isinstance(given, bytes | bytearray):
-        return _url(bytes(given), field)
-    if not isinstance(given, str):
-        raise BadImages(f"{field} must be {{'bytes', 'path'}}, bytes or a path, found {type(given).__name__}")
-    if given.startswith("data:"):
-        return given
-    whole = (folder / given.removeprefix("file://")).resolve()
+    if isinstance(picture, bytes | bytearray):
+        return _url(bytes(picture), field)
+    if not isinstance(picture, str):
+        raise BadImages(f"{field} must be {{'bytes', 'path'}}, bytes or a path, found {type(picture).__name__}")
+    if picture.startswith("data:"):
+        return picture
+    whole = (folder / picture.removeprefix("file://")).resolve()
     if not whole.is_file():
         raise BadImages(f"{field}: {whole} is no file")
     return str(whole)

@@ -77,13 +77,13 @@ class CurriculumTasks:
 
     def begin(self, step: int) -> None:
         """Forget what `step` and later ones said: they are trained again."""
-        kept = [line for line in iter_jsonl(self._results) if line["step"] < step]
-        if any(line["data"] != self._digest for line in kept):
+        earlier = [line for line in iter_jsonl(self._results) if line["step"] < step]
+        if any(line["data"] != self._digest for line in earlier):
             logger.warning("%s is about other rows than the data has now: pass rates begin anew", self._results)
-            kept = []
-        rewrite_jsonl(self._results, kept)
+            earlier = []
+        rewrite_jsonl(self._results, earlier)
         self._curriculum = self._new()
-        for line in kept:
+        for line in earlier:
             self._see(line["passed"])
 
     def next(self, start: DataCursor, count: int) -> tuple[list[Task], DataCursor]:
@@ -122,12 +122,12 @@ class WeightsFile:
     def newest(self, now: CurriculumWeights) -> CurriculumWeights:
         """`now` where the file is not there, was read before, or cannot be used, which is logged."""
         try:
-            found = self._path.stat()
+            stat = self._path.stat()
         except FileNotFoundError:
             return now
-        if self._seen == (found.st_mtime_ns, found.st_ino):
+        if self._seen == (stat.st_mtime_ns, stat.st_ino):
             return now
-        self._seen = (found.st_mtime_ns, found.st_ino)
+        self._seen = (stat.st_mtime_ns, stat.st_ino)
         try:
             weights = read_weights(self._path)
             weights.check(self._data_sources)

@@ -137,10 +137,10 @@ def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
 READERS = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows}
 
 
-def _check_columns(found: Sequence[str], where: str) -> None:
+def _check_columns(columns: Sequence[str], where: str) -> None:
     for name in NEEDED:
-        if name not in found:
-            raise DataError(f"{where}: column {name!r} is missing; found {', '.join(sorted(found)) or 'none'}")
+        if name not in columns:
+            raise DataError(f"{where}: column {name!r} is missing; found {', '.join(sorted(columns)) or 'none'}")
 
 
 def _check_row(raw: Mapping[str, Any], where: str, path: Path) -> DatasetRow:

@@ -32,14 +32,14 @@ def check_same_batch(ranks: Ranks, batch: StepBatch) -> None:
         return
     trained = sorted(set(batch.group.tolist()))
     groups = xxhash.xxh3_64_hexdigest(json.dumps(batch.groups).encode())
-    held = ranks.gather({"step": batch.step, "groups": groups, "trained": trained, "rows": _digest(batch)})
-    if not _is_one_batch(ranks, held, [index for index, group in enumerate(batch.groups) if group]):
+    shares = ranks.gather({"step": batch.step, "groups": groups, "trained": trained, "rows": _digest(batch)})
+    if not _is_one_batch(ranks, shares, [index for index, group in enumerate(batch.groups) if group]):
         raise BatchesDiffer(f"step {batch.step}: the ranks hold different batches: {_described(ranks, batch)}")
 
 
-def _is_one_batch(ranks: Ranks, held: Sequence[dict[str, Any]], groups: list[int]) -> bool:
+def _is_one_batch(ranks: Ranks, shares: Sequence[dict[str, Any]], groups: list[int]) -> bool:
     copies: dict[int, dict[str, Any]] = {}
-    for rank, one in enumerate(held):
+    for rank, one in enumerate(shares):
         if one != copies.setdefault(ranks.layout.place(rank, ranks.world).replica, one):
             return False
     parts = list(copies.values())
@@ -63,13 +63,13 @@ def _digest(batch: StepBatch) -> str:
 def _described(ranks: Ranks, batch: StepBatch) -> str:
     """A collective. What each rank holds: its step, the groups that not all ranks have, and what it trains."""
     trained = [batch.groups[index] for index in sorted(set(batch.group.tolist()))]
-    held = ranks.gather({"step": batch.step, "groups": batch.groups, "trained": trained, "rows": _digest(batch)})
-    everywhere = [group for group in held[0]["groups"] if all(group in one["groups"] for one in held)]
+    shares = ranks.gather({"step": batch.step, "groups": batch.groups, "trained": trained, "rows": _digest(batch)})
+    everywhere = [group for group in shares[0]["groups"] if all(group in one["groups"] for one in shares)]
     return "; ".join(
         f"rank {rank}: step {one['step']}, {len(one['groups'])} groups, of its own "
         f"{_names([group for group in one['groups'] if group not in everywhere])}, "
         f"trains {_names(one['trained'])} (rows {one['rows']})"
-        for rank, one in enumerate(held)
+        for rank, one in enumerate(shares)
     )
 
 

@@ -167,13 +167,15 @@ class FineTuning:
         update = self._engine.update(packs, negative_log_likelihood, trained, step)
         self._bad_steps = self._bad_steps + 1 if update.skipped else 0  # all ranks count the same
         if update.skipped:
-            said = f"step {step}: loss {update.loss}, gradient norm {update.grad_norm}: not finite, the step is skipped"
+            problem = (
+                f"step {step}: loss {update.loss}, gradient norm {update.grad_norm}: not finite, the step is skipped"
+            )
             if self._bad_steps > self._config.max_bad_steps:
                 raise TrainingDiverged(
-                    f"{said}; {self._bad_steps} in a row (trainer.max_bad_steps is {self._config.max_bad_steps}). "
+                    f"{problem}; {self._bad_steps} in a row (trainer.max_bad_steps is {self._config.max_bad_steps}). "
                     "Lower sft.lr, or start from a checkpoint"
                 )
-            logger.error("%s", said)
+            logger.error("%s", problem)
         self._checkpoints.step_done = step + 1
         if self._records is None:
             return
@@ -292,13 +294,13 @@ class SftCheckpoints:
         self._ranks.await_saves(self._timeout_s)
         if self._ranks.is_rank0:
             self._store.open()
-        found = newest_whole(self._store, self._ranks)
-        if found is None:
+        checkpoint = newest_whole(self._store, self._ranks)
+        if checkpoint is None:
             return 0
-        self._engine.load(found.path, found.ranks)
-        self._saved = self.step_done = found.step
-        logger.info("restored %s: step %d", found.path.name, found.step)
-        return found.step
+        self._engine.load(checkpoint.path, checkpoint.ranks)
+        self._saved = self.step_done = checkpoint.step
+        logger.info("restored %s: step %d", checkpoint.path.name, checkpoint.step)
+        return checkpoint.step
 
     def save(self, step: int) -> None:
         """Begins to save the state after `step` steps; a no-op where it is saved. A collective."""

@@ -62,13 +62,13 @@ SINKS: Registry[MakeSink] = Registry("metric sink", package=__name__)
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Every number of a line, one level of mappings unfolded: ``staleness_tokens/0``. Texts are left out."""
-    found: dict[str, float] = {}
+    numbers_by_name: dict[str, float] = {}
     for name, value in metrics.items():
         pairs = value.items() if isinstance(value, Mapping) else ()
         for full, one in [(name, value), *((f"{name}/{key}", item) for key, item in pairs)]:
             if isinstance(one, int | float):
-                found[full] = one
-    return found
+                numbers_by_name[full] = one
+    return numbers_by_name
 
 
 def plain_text(record: Record) -> str:

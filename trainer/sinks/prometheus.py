@@ -27,15 +27,15 @@ class TrainerMetrics(Metrics):
         self._version.set(step)
 
     def step(self, version: int, metrics: Mapping[str, Any]) -> None:
-        found = numbers(metrics)
+        values = numbers(metrics)
         self._version.set(version)
         self._steps.inc()
-        self._step_s.observe(found.get("wall_s", 0.0))
+        self._step_s.observe(values.get("wall_s", 0.0))
         for phase in ("wait", "train", "publish"):
-            self._phase_s.labels(phase).inc(max(0.0, found.get(f"{phase}_s", 0.0)))
-        self._tokens.inc(found.get("tokens", 0))
-        self._episodes.inc(found.get("episodes", 0))
-        self._set(found)
+            self._phase_s.labels(phase).inc(max(0.0, values.get(f"{phase}_s", 0.0)))
+        self._tokens.inc(values.get("tokens", 0))
+        self._episodes.inc(values.get("episodes", 0))
+        self._set(values)
 
     def evaluation(self, version: int, values: Mapping[str, float]) -> None:
         self._set(numbers(values))
@@ -46,6 +46,6 @@ class TrainerMetrics(Metrics):
     def close(self) -> None:
         """Nothing is open."""
 
-    def _set(self, found: Mapping[str, float]) -> None:
-        for name, value in found.items():
+    def _set(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
             self._metric.labels(name).set(value)

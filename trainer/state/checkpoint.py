@@ -212,8 +212,8 @@ def damage_in(folder: Path, expected: Mapping[str, Fingerprint], timeout_s: floa
     """Reads these files of `folder`; says which is missing or different, or nothing. Raises `TimeoutError`."""
     pool = ThreadPoolExecutor(4, "checksum")  # hashing and reading leave the interpreter to others
     try:
-        found = pool.map(lambda name: fingerprint(folder / name), expected, timeout=timeout_s)
-        for name, one in zip(expected, found, strict=True):
+        fingerprints = pool.map(lambda name: fingerprint(folder / name), expected, timeout=timeout_s)
+        for name, one in zip(expected, fingerprints, strict=True):
             if one != expected[name]:
                 return f"{name} differs from its checksum"
         return ""
@@ -250,17 +250,17 @@ def _taken_fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the fingerprints of all files below `folder`: those that ranks left, which are removed; other files are
     read.
     """
-    left: dict[str, dict[str, Any]] = {}
+    fingerprints: dict[str, dict[str, Any]] = {}
     for path in folder.glob(WRITTEN.format(rank="*")):
-        left |= json.loads(path.read_text())
+        fingerprints |= json.loads(path.read_text())
         path.unlink()
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    if lost := left.keys() - set(names):
+    if lost := fingerprints.keys() - set(names):
         raise FileNotFoundError(f"{folder} lacks {min(lost)}, which a rank has written")
-    for name in left:
-        if (size := (folder / name).stat().st_size) != left[name]["bytes"]:
-            raise OSError(f"{folder / name} has {size} bytes, its writer wrote {left[name]['bytes']}")
-    return {name: left.get(name) or fingerprint(folder / name) for name in names}
+    for name in fingerprints:
+        if (size := (folder / name).stat().st_size) != fingerprints[name]["bytes"]:
+            raise OSError(f"{folder / name} has {size} bytes, its writer wrote {fingerprints[name]['bytes']}")
+    return {name: fingerprints.get(name) or fingerprint(folder / name) for name in names}
 
 
 KEEP_S = 60.0
@@ -295,5 +295,5 @@ class RecentBatches:
         durable_since = self._clock() - self._keep_s
         first = max((below for when, below in self._commits if when <= durable_since), default=0)
         self._commits = [(when, below) for when, below in self._commits if when > durable_since]
-        self._groups = {kept: groups for kept, groups in self._groups.items() if kept >= first}
-        return {kept: groups for kept, groups in self._groups.items() if kept < step}
+        self._groups = {number: groups for number, groups in self._groups.items() if number >= first}
+        return {number: groups for number, groups in self._groups.items() if number < step}

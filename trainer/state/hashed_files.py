@@ -40,10 +40,10 @@ class HashingStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        left = view
+        remaining = view
         try:
-            while left:
-                left = left[self._stream.write(left) :]
+            while remaining:
+                remaining = remaining[self._stream.write(remaining) :]
         except OSError as error:
             self.refusal = error
             raise

@@ -49,8 +49,8 @@ def newest_whole(store: CheckpointStore, ranks: Ranks) -> CheckpointInfo | None:
             return None
         problem = _verdict(store.folder / named["name"], named["files"], ranks)
         if not problem:
-            found = CheckpointInfo(store.folder / named["name"], named["step"], DataCursor(), named["ranks"])
-            return marked.info if marked is not None else found
+            readable = CheckpointInfo(store.folder / named["name"], named["step"], DataCursor(), named["ranks"])
+            return marked.info if marked is not None else readable
         if marked is not None:
             store.set_aside(marked.info.path, problem)
 
@@ -78,7 +78,7 @@ def _verdict(path: Path, files: Mapping[str, Fingerprint], ranks: Ranks) -> str:
         size = sizes[ranks.rank]
         late = f"rank {ranks.rank} has not read its {len(mine)} files, {size} bytes, within {timeout_s:.0f} s"
     ranks.meet(timeout_s + REPORT_S)
-    found = ranks.gather([damage, late])
-    if too_late := "; ".join(late for _, late in found if late):
+    reports = ranks.gather([damage, late])
+    if too_late := "; ".join(late for _, late in reports if late):
         raise CheckpointNotRead(f"checkpoint {path}: {too_late}. Is its disk slower than 20 MB/s, or away?")
-    return next((damage for damage, _ in found if damage), "")
+    return next((damage for damage, _ in reports if damage), "")

@@ -80,24 +80,24 @@ class Saver(BackgroundWork):
         await self._in_torch(self._begin)
         if self._ranks.is_rank0:
             await asyncio.to_thread(self._store.open)
-        found = await self._in_torch(newest_whole, self._store, self._ranks)
+        checkpoint = await self._in_torch(newest_whole, self._store, self._ranks)
         # No rank loads before rank 0 has found the checkpoint to be of this run.
         committed = 0
         if self._ranks.is_rank0:
             status = await self._queue.status()
             committed = status.committed_step
-            if committed > (found.step if found else 0):
-                self._report_lost_updates(found, committed)
-            if found is not None:
-                await self._catch_up(found, status)
-                self._recent.update(found.batches)
+            if committed > (checkpoint.step if checkpoint else 0):
+                self._report_lost_updates(checkpoint, committed)
+            if checkpoint is not None:
+                await self._catch_up(checkpoint, status)
+                self._recent.update(checkpoint.batches)
         committed = await self._in_torch(self._ranks.from_rank0, committed)
-        if found is None:
+        if checkpoint is None:
             return 0
-        await self._in_torch(self._engine.load, found.path, found.ranks)
-        self._saved = found.step
-        logger.info("restored %s: step %d", found.path, found.step)
-        return max(found.step, committed)
+        await self._in_torch(self._engine.load, checkpoint.path, checkpoint.ranks)
+        self._saved = checkpoint.step
+        logger.info("restored %s: step %d", checkpoint.path, checkpoint.step)
+        return max(checkpoint.step, committed)
 
     def remember(self, step: int, groups: Groups) -> None:
         """`step` is trained on these groups: the next checkpoints say so."""
@@ -113,10 +113,10 @@ class Saver(BackgroundWork):
         await self._in_torch(self._ranks.meet)
         with self._failure_named(step):
             future = await self._in_torch(self._engine.begin_save, self._store.unfinished(step))
-        found = CheckpointInfo(
+        checkpoint = CheckpointInfo(
             self._store.unfinished(step), step, data_cursor, self._ranks.world, self._recent.below(step)
         )
-        self._task = asyncio.create_task(self._finish(found, future, publisher), name=f"save {step}")
+        self._task = asyncio.create_task(self._finish(checkpoint, future, publisher), name=f"save {step}")
 
     def _begin(self) -> None:
         """A collective. One rank may have more to write than another: all wait as long as the largest part takes."""
@@ -125,14 +125,14 @@ class Saver(BackgroundWork):
         self._timeout_s = save_timeout_s(self._publish_timeout_s, largest)
         self._ranks.await_saves(self._timeout_s)
 
-    async def _catch_up(self, found: CheckpointInfo, status: Status) -> None:
+    async def _catch_up(self, checkpoint: CheckpointInfo, status: Status) -> None:
         """Redis may lose its last second with its machine; the checkpoint tells it what was trained meanwhile."""
-        if status.step >= found.step and status.version + 1 >= found.step:
+        if status.step >= checkpoint.step and status.version + 1 >= checkpoint.step:
             return
-        unknown = [step for step in range(status.step, found.step) if step not in found.batches]
+        unknown = [step for step in range(status.step, checkpoint.step) if step not in checkpoint.batches]
         if unknown:
             raise NotResumable(
-                f"the checkpoint is of version {found.step}, the queue is at {status.version} and lacks step "
+                f"the checkpoint is of version {checkpoint.step}, the queue is at {status.version} and lacks step "
                 f"{unknown[0]}, which the checkpoint does not remember: they are not of one run. Start a run with a "
                 "new name, or bring back the queue's data"
             )
@@ -141,12 +141,12 @@ class Saver(BackgroundWork):
             "brought forward to version %d",
             status.version,
             status.step,
-            found.step,
+            checkpoint.step,
         )
-        await self._queue.commit(found.step, found.batches)
+        await self._queue.commit(checkpoint.step, checkpoint.batches)
 
-    def _report_lost_updates(self, found: CheckpointInfo | None, committed: int) -> None:
-        if found is None:
+    def _report_lost_updates(self, checkpoint: CheckpointInfo | None, committed: int) -> None:
+        if checkpoint is None:
             raise NotResumable(
                 f"the queue has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
                 "they learned is gone. Bring the checkpoints back, or start a run with a new name"
@@ -155,27 +155,29 @@ class Saver(BackgroundWork):
         logger.error(
             "the updates of steps %d to %d are lost with the damaged checkpoint; continuing at step %d with the "
             "weights after step %d",
-            found.step,
+            checkpoint.step,
             committed - 1,
             committed,
-            found.step - 1,
+            checkpoint.step - 1,
         )
 
-    async def _finish(self, found: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
-        with self._timeline.during(Track.CHECKPOINT, "checkpoint", found.step):
+    async def _finish(self, checkpoint: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
+        with self._timeline.during(Track.CHECKPOINT, "checkpoint", checkpoint.step):
             async with asyncio.timeout(self._timeout_s):
-                with self._failure_named(found.step):
+                with self._failure_named(checkpoint.step):
                     await asyncio.wrap_future(future)
                 if not self._ranks.is_rank0:
                     return
                 # A checkpoint of a trainer that was replaced would stand for the steps of the one in its place.
                 await self._queue.check_training()
-                with self._failure_named(found.step):
-                    await asyncio.to_thread(self._store.seal, found.step, found.data_cursor, found.ranks, found.batches)
+                with self._failure_named(checkpoint.step):
+                    await asyncio.to_thread(
+                        self._store.seal, checkpoint.step, checkpoint.data_cursor, checkpoint.ranks, checkpoint.batches
+                    )
                 # A step counts as trained when its version is out; the queue commits trained steps only.
-                await publisher.until_published(found.step)
-                await self._queue.commit(found.step, found.batches)
-                self._recent.committed(found.step)
+                await publisher.until_published(checkpoint.step)
+                await self._queue.commit(checkpoint.step, checkpoint.batches)
+                self._recent.committed(checkpoint.step)
 
     @contextmanager
     def _failure_named(self, step: int) -> Iterator[None]:

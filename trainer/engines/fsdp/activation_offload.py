@@ -146,14 +146,14 @@ class HostBuffers:
 
     def _new(self) -> _Chunk:
         try:
-            made = _Chunk(self._chunk_bytes, pinned=self._pinned)
+            chunk = _Chunk(self._chunk_bytes, pinned=self._pinned)
         except RuntimeError as error:
             raise RuntimeError(
                 f"trainer.activation_offload holds {self.nbytes >> 20} MiB of host memory and can have no more: lower "
                 f"trainer.micro_batch_tokens, set trainer.recompute=true, or raise the limit on locked memory ({error})"
             ) from error
         self.chunks += 1
-        return made
+        return chunk
 
 
 class _Activation:

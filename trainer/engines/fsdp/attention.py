@@ -109,11 +109,11 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
 
 def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
     """An argument that changes the scores (a mask, sinks, chosen keys) would be lost, and every gradient wrong."""
-    asked = {name for name, value in arguments.items() if value is not None and name not in HARMLESS}
+    unknown = {name for name, value in arguments.items() if value is not None and name not in HARMLESS}
     if arguments.get("is_causal") is True:
-        asked.discard("is_causal")
-    if asked:
-        names = ", ".join(sorted(asked))
+        unknown.discard("is_causal")
+    if unknown:
+        names = ", ".join(sorted(unknown))
         raise UnsupportedAttention(f"{type(module).__name__} calls attention with {names}, unknown to packed attention")
 
 
@@ -159,12 +159,12 @@ def attend_by_kernel(
     """All [1, heads, L, D]; the kernel wants [L, heads, D]. Its causal mask ends at the last key of the last query."""
     flat = [part[0].transpose(0, 1).contiguous() for part in (query, key, value)]
     longest = max(seen.query_lengths), max(seen.key_lengths)
-    left = -1 if window is None else window - 1
+    window_left = -1 if window is None else window - 1
     gqa = query.shape[1] != key.shape[1]
-    found: Tensor = KERNEL(
-        *flat, seen.queries, seen.keys, *longest, scale=scaling, window_size=(left, 0), enable_gqa=gqa
+    output: Tensor = KERNEL(
+        *flat, seen.queries, seen.keys, *longest, scale=scaling, window_size=(window_left, 0), enable_gqa=gqa
     )
-    return found.transpose(0, 1)[None]
+    return output.transpose(0, 1)[None]
 
 
 def attend_by_row(

@@ -251,7 +251,7 @@ class FSDPEngine:
 
 def refuse_beside_images(model: str, config: TrainerConfig) -> None:
     """Raises `BadJob` for settings under which a model that sees images has not been shown to be exact."""
-    asked = {
+    settings = {
         "trainer.parallel.context": (config.parallel.context > 1, 1),
         "trainer.parallel.tensor": (config.parallel.tensor > 1, 1),
         "trainer.parallel.replicate": (config.parallel.replicate > 1, 1),
@@ -259,7 +259,7 @@ def refuse_beside_images(model: str, config: TrainerConfig) -> None:
         "trainer.compile": (config.compile, "false"),
         "trainer.liger": (config.liger, "false"),
     }
-    for key, (is_asked, plain) in asked.items():
+    for key, (is_asked, plain) in settings.items():
         if is_asked:
             raise BadJob(f"{model} sees images, and {key} is not tried with them: set it to {plain}")
 

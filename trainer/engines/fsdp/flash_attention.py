@@ -154,20 +154,20 @@ def attended(shape: Heads, dtype: torch.dtype, device: torch.device) -> list[Ten
     generator = torch.Generator().manual_seed(0)
     lengths, parents = torch.tensor(TRIED_LENGTHS), torch.tensor(TRIED_PARENTS)
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
-    seen, found = VisibleKeys.of(bounds, lengths, parents), []
+    seen, tensors = VisibleKeys.of(bounds, lengths, parents), []
     for window in dict.fromkeys((None, shape.window)):
         counts = (shape.query, shape.key_value, shape.key_value)
         drawn = [torch.randn(1, count, sum(TRIED_LENGTHS), shape.size, generator=generator) for count in counts]
         query, key, value = (one.to(device, dtype).requires_grad_() for one in drawn)
         output = attend_by_kernel(query, seen.of_runs(key), seen.of_runs(value), seen, scaling=None, window=window)
         weights = torch.randn(output.shape, generator=generator).to(device, dtype)
-        found += [output.detach(), *torch.autograd.grad((output * weights).sum(), (query, key, value))]
-    return found
+        tensors += [output.detach(), *torch.autograd.grad((output * weights).sum(), (query, key, value))]
+    return tensors
 
 
-def difference(found: list[Tensor], expected: list[Tensor]) -> str:
+def difference(actual: list[Tensor], expected: list[Tensor]) -> str:
     """Why they are not the same up to rounding; empty where they are."""
-    for mine, own in zip(found, expected, strict=True):
+    for mine, own in zip(actual, expected, strict=True):
         apart = (mine.float() - own.float()).norm() / own.float().norm()
         if not float(apart) <= TOLERANCE:  # NaN is no agreement
             return f"its results are {float(apart):.3g} of their norm away from torch's own"

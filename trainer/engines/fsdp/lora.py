@@ -78,8 +78,8 @@ class Adapter:
     @property
     def settings(self) -> dict[str, Any]:
         """Return peft's ``LoraConfig.to_dict()``, for `WeightPublisher.write_adapter`."""
-        found: dict[str, Any] = self._settings.to_dict()
-        return found
+        settings: dict[str, Any] = self._settings.to_dict()
+        return settings
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(peft's name, the tensor as it lies on this rank)"""
@@ -137,8 +137,8 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
     linear = {
         name.rpartition(".")[2] for name, part in model.named_modules() if type(part) is nn.Linear and part is not head
     }
-    left = (EXPERTS_TOO if stacked else set()) | ({"out_proj"} if model.config.model_type in MAMBAS else set())
-    return sorted(linear - left)
+    excluded = (EXPERTS_TOO if stacked else set()) | ({"out_proj"} if model.config.model_type in MAMBAS else set())
+    return sorted(linear - excluded)
 
 
 @contextmanager
@@ -146,14 +146,18 @@ def weightless(model: nn.Module) -> Iterator[None]:
     """Parameters on meta are zeros on the host meanwhile, which take no memory: peft puts its matrices where those of
     the model are, and on meta their first values would be lost."""
     places = [(module._parameters, name) for module in model.modules() for name in module._parameters]
-    held = [(owner, name, found) for owner, name in places if (found := owner[name]) is not None and found.is_meta]
-    for owner, name, found in held:
-        owner[name] = nn.Parameter(torch.zeros((), dtype=found.dtype).expand(found.shape), requires_grad=False)
+    replaced = [
+        (owner, name, parameter)
+        for owner, name in places
+        if (parameter := owner[name]) is not None and parameter.is_meta
+    ]
+    for owner, name, parameter in replaced:
+        owner[name] = nn.Parameter(torch.zeros((), dtype=parameter.dtype).expand(parameter.shape), requires_grad=False)
     try:
         yield
     finally:
-        for owner, name, found in held:
-            owner[name] = found
+        for owner, name, parameter in replaced:
+            owner[name] = parameter
 
 
 def named_weights(model: nn.Module, adapter: Adapter | None) -> Iterator[tuple[str, Tensor, LowRank | None]]:

@@ -77,14 +77,14 @@ class Policy(nn.Module):
     def forward(self, pack: Pack) -> Outputs:
         """Return the outputs of `pack.targets`."""
         part = self.context.part(pack) if self.context else whole_part(pack)
-        found = self._of_part(part)
+        outputs = self._of_part(part)
         if self.context is None:
-            return found
+            return outputs
         context, counts = self.context, part.counts
         return Outputs(
-            context.join(found.logprobs, counts),
-            None if found.entropy is None else context.join(found.entropy, counts),
-            None if found.coarse is None else context.join(found.coarse, counts),
+            context.join(outputs.logprobs, counts),
+            None if outputs.entropy is None else context.join(outputs.entropy, counts),
+            None if outputs.coarse is None else context.join(outputs.coarse, counts),
         )
 
     def _of_part(self, part: PackPart) -> Outputs:
@@ -101,8 +101,8 @@ class Policy(nn.Module):
     def _run(self, call: Callable[[dict[str, Any]], Tensor], part: PackPart) -> Tensor:
         """[N, …] at the places that predict a sampled token"""
         routed = self.routers is not None
-        found = run_rows(call, part, self.rows, self.context, routed=routed, vision=self.vision)
-        return found[part.predictors]
+        outputs = run_rows(call, part, self.rows, self.context, routed=routed, vision=self.vision)
+        return outputs[part.predictors]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,19 +28,19 @@ def local_shards(model: nn.Module, names: HubNames, dtype: torch.dtype, rank: in
     None where some part is no range of a tensor's bytes: tensor parallelism splits columns as well, and there are
     parameters other than experts that the files have in several tensors.
     """
-    found: list[Shard] = []
+    shards: list[Shard] = []
     for name, tensor, _ in named_weights(model, None):
         published = dtype if tensor.is_floating_point() else tensor.dtype
         part = _part(tensor, published, rank, world)
         if part is None:
             return None
         if (stored := names.stored_name(name)) is not None:
-            found.append(part.shard(stored))
+            shards.append(part.shard(stored))
         elif names.experts(name) is not None:
-            found += part.expert_shards(names, name)
+            shards += part.expert_shards(names, name)
         else:
             return None
-    return found
+    return shards
 
 
 @dataclass(frozen=True, slots=True)

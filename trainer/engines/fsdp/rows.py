@@ -88,10 +88,10 @@ class RowInputs:
     blank: tuple[int, int] | None = None
     """First and second index of a token of a blank image, see `vision`."""
 
-    def of_pack(self, found: Tensor) -> Tensor:
+    def of_pack(self, output: Tensor) -> Tensor:
         """[B, W, …] → [L, …]"""
-        picked = found[0] if self.line is None else found[self.line, self.column]
-        return picked if self.blank is None else picked + found[self.blank].sum() * 0
+        picked = output[0] if self.line is None else output[self.line, self.column]
+        return picked if self.blank is None else picked + output[self.blank].sum() * 0
 
 
 def run_rows(
@@ -106,8 +106,8 @@ def run_rows(
     """[L, …] of a pack's tokens, in its order; `call`: keyword arguments → [B, W, …]. `routed`: it has `Routers`;
     `vision`: it sees images."""
     calls = row_inputs(part, plan, context, routed=routed, vision=vision)
-    found = [inputs.of_pack(call(inputs.arguments)) for inputs in calls]
-    return found[0] if len(found) == 1 else torch.cat(found)
+    outputs = [inputs.of_pack(call(inputs.arguments)) for inputs in calls]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def row_inputs(
@@ -137,10 +137,10 @@ def row_inputs(
         yield _padded(part, routed=routed, vision=vision)
     else:
         lengths = part.run_lengths.tolist()
-        told = [None] * len(lengths) if experts is None else experts.split(lengths)
-        for row, of_row in zip(part.ids.split(lengths), told, strict=True):
-            given = {KEYWORD: Routing(of_row)} if routed else {}
-            yield RowInputs({"input_ids": row[None], "use_cache": False, **given})
+        experts_by_row = [None] * len(lengths) if experts is None else experts.split(lengths)
+        for row, of_row in zip(part.ids.split(lengths), experts_by_row, strict=True):
+            routing = {KEYWORD: Routing(of_row)} if routed else {}
+            yield RowInputs({"input_ids": row[None], "use_cache": False, **routing})
 
 
 def _padded(part: PackPart, *, routed: bool, vision: Vision | None = None) -> RowInputs:
@@ -148,12 +148,12 @@ def _padded(part: PackPart, *, routed: bool, vision: Vision | None = None) -> Ro
     line = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
     ids = part.ids.new_zeros(len(lengths), int(lengths.max()))
     ids[line, part.positions] = part.ids
-    given: dict[str, Any] = {KEYWORD: _padded_routing(part, line, ids.shape[1])} if routed else {}
+    extra: dict[str, Any] = {KEYWORD: _padded_routing(part, line, ids.shape[1])} if routed else {}
     lines = len(ids)
     if vision is not None:
         ids, seen = vision.look(ids, part.images)
-        given |= seen
-    arguments = {"input_ids": ids, "use_cache": False, **given}
+        extra |= seen
+    arguments = {"input_ids": ids, "use_cache": False, **extra}
     return RowInputs(arguments, line, part.positions, blank=(lines, 0) if len(ids) > lines else None)
 
 
@@ -271,17 +271,17 @@ def _unpacked_plan(
             plan = RowPlan(layout, name, mixers=kinds_of_mixers(model), unpacked_because=because)
             try:
                 model.set_attn_implementation(name)
-                found = probe.by(plan)
+                logits = probe.by(plan)
             except Exception as error:  # noqa: BLE001 - a model need not have sdpa, nor take several rows
                 logger.debug("%s, %s: %s", layout, name, error)
                 continue
-            if _same(found, reference):
+            if _same(logits, reference):
                 return plan
     raise BadJob(f"{_refusal(model)}: {because}, and one row gives other logits from call to call")
 
 
-def _same(found: Tensor, reference: Tensor) -> bool:
-    return torch.allclose(found, reference, atol=1e-4, rtol=1e-3)
+def _same(logits: Tensor, reference: Tensor) -> bool:
+    return torch.allclose(logits, reference, atol=1e-4, rtol=1e-3)
 
 
 def _not_finite(model: PreTrainedModel) -> str:

@@ -19,14 +19,14 @@ def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, file_bytes
     folder.mkdir(parents=True, exist_ok=True)
     written: list[tuple[Path, list[str]]] = []
     total = size = 0
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if held and size + tensor.nbytes > file_bytes:
-            written.append(_write(folder, len(written), held))
-            held, size = {}, 0
-        held[name] = tensor.contiguous()
+        if pending and size + tensor.nbytes > file_bytes:
+            written.append(_write(folder, len(written), pending))
+            pending, size = {}, 0
+        pending[name] = tensor.contiguous()
         size, total = size + tensor.nbytes, total + tensor.nbytes
-    written.append(_write(folder, len(written), held))
+    written.append(_write(folder, len(written), pending))
     if len(written) == 1:
         written[0][0].rename(folder / WEIGHTS)
         return
@@ -39,12 +39,12 @@ def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, file_bytes
     (folder / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _write(folder: Path, number: int, held: dict[str, Tensor]) -> tuple[Path, list[str]]:
+def _write(folder: Path, number: int, tensors: dict[str, Tensor]) -> tuple[Path, list[str]]:
     from safetensors.torch import save_file
 
     path = folder / f"unnumbered-{number:05d}.safetensors"
-    save_file(held, path, metadata={"format": "pt"})
-    return path, list(held)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path, list(tensors)
 
 
 def save_settings(model: PreTrainedModel, folder: Path) -> None:

@@ -331,11 +331,11 @@ def check_copies(modules: Sequence[nn.Module], ranks: Ranks) -> None:
     digests = [
         [name, _digest(local_part(parameter)[0])] for module in modules for name, parameter in module.named_parameters()
     ]
-    held = ranks.gather(digests)
+    gathered = ranks.gather(digests)
     each = ranks.world // replicate
     for rank in range(each, ranks.world):
-        for (name, expected), (_, found) in zip(held[rank % each], held[rank], strict=True):
-            if found != expected:
+        for (name, expected), (_, digest) in zip(gathered[rank % each], gathered[rank], strict=True):
+            if digest != expected:
                 raise BadJob(
                     f"trainer.parallel.replicate is {replicate}, and ranks {rank % each} and {rank}, which hold the "
                     f"same shard of {name}, have other values of it: the model's files are not the same on all "
@@ -383,8 +383,8 @@ def _keep(
 ) -> CheckpointPolicy:
     """`products`: how many there were before, in the forward and when it is computed again."""
     name = operation.name().partition(".")[0] if isinstance(operation, torch._ops.OpOverload) else ""
-    kept = name in ATTENTION
+    must_save = name in ATTENTION
     if name in PRODUCTS:
         products[context.is_recompute] += 1
-        kept = products[context.is_recompute] % 2 == 1
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        must_save = products[context.is_recompute] % 2 == 1
+    return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE

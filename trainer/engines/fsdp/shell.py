@@ -79,10 +79,10 @@ class ModelShell:
             local.copy_(self.names.join(name, {one: files.read(one) for one in parts.names})[where])
 
     def _refuse(self, bad: list[list[str]]) -> None:
-        found = {name for of_rank in bad for name in of_rank}
-        if found:
-            first = next((name for name in self.names.parts if name in found), min(found))
-            rest = f" and {len(found) - 1} more parameters" if len(found) > 1 else ""
+        bad_names = {name for of_rank in bad for name in of_rank}
+        if bad_names:
+            first = next((name for name in self.names.parts if name in bad_names), min(bad_names))
+            rest = f" and {len(bad_names) - 1} more parameters" if len(bad_names) > 1 else ""
             raise BadJob(
                 f"{type(self.model).__name__} cannot be trained: its weights hold NaN or infinite values, first in "
                 f"{first}{rest}; take a copy of the model without them"
@@ -164,12 +164,12 @@ def _mapped(shell: PreTrainedModel, model: str, stored: TensorFiles) -> HubNames
 
 def check_names(names: HubNames, model: str) -> None:
     """Raises `BadJob` for tensors that the files lack, or that belong to no parameter."""
-    for found, problem, fix in (
+    for tensors, problem, fix in (
         (names.missing, "lack", "they would be random; download the model again"),
         (names.unexpected, "have", "which belong to no parameter of the model; is config.json another model's?"),
     ):
-        if found:
-            listed = ", ".join(sorted(found)[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        if tensors:
+            listed = ", ".join(sorted(tensors)[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
             raise BadJob(f"{model}: its files {problem} {listed}: {fix}")
 
 

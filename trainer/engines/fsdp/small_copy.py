@@ -45,12 +45,12 @@ def small_copy(config: Any) -> PreTrainedModel:
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
-            made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+            small = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         with torch.no_grad():
-            made(input_ids=torch.tensor([FIRST_ROW]), use_cache=False)
+            small(input_ids=torch.tensor([FIRST_ROW]), use_cache=False)
     except Exception as error:
         raise NoCopy(f"a small copy of it does not run: {first_sentence(error)}") from error
-    return made
+    return small
 
 
 def _kinds_of_layers(config: Any, layers: int) -> list[Any]:
@@ -65,8 +65,8 @@ def _kinds_of_layers(config: Any, layers: int) -> list[Any]:
 def _lists(config: Any, layers: int) -> dict[str, list[Any]]:
     """Settings that have a value for each layer; Falcon-H1's multipliers may only be as many."""
     names = [name for name in (*config.to_dict(), "layers_block_type") if not name.endswith("multipliers")]
-    found = {name: getattr(config, name, None) for name in names if name not in PLACES}
-    return {name: value for name, value in found.items() if isinstance(value, list) and len(value) == layers}
+    values = {name: getattr(config, name, None) for name in names if name not in PLACES}
+    return {name: value for name, value in values.items() if isinstance(value, list) and len(value) == layers}
 
 
 def _places(config: Any) -> dict[str, list[int]]:
@@ -82,15 +82,15 @@ def _make_small(config: Any) -> None:
     """Change the model in place."""
     layers = config.num_hidden_layers
     kinds = _kinds_of_layers(config, layers)
-    kept = sorted({kinds.index(kind) for kind in kinds})
+    layer_indices = sorted({kinds.index(kind) for kind in kinds})
     for name, of_layers in _lists(config, layers).items():
         if name in config.to_dict():
-            setattr(config, name, [of_layers[index] for index in kept])
+            setattr(config, name, [of_layers[index] for index in layer_indices])
     for name, places in _places(config).items():
-        setattr(config, name, [new for new, layer in enumerate(kept) if layer in places])
+        setattr(config, name, [new for new, layer in enumerate(layer_indices) if layer in places])
     if dense := getattr(config, "first_k_dense_replace", None):
-        config.first_k_dense_replace = sum(layer < dense for layer in kept)
-    config.num_hidden_layers = len(kept)
+        config.first_k_dense_replace = sum(layer < dense for layer in layer_indices)
+    config.num_hidden_layers = len(layer_indices)
     for name, value in SMALL.items():
         if isinstance(getattr(config, name, None), int | float):
             setattr(config, name, value)

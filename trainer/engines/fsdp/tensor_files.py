@@ -106,13 +106,13 @@ class TensorFiles:
 
     def _read(self, place: TensorPlace, offset: int, target: Tensor) -> None:
         """`target` is contiguous and on the host."""
-        left = memoryview(target.reshape(-1).view(torch.uint8).numpy().data)
+        remaining = memoryview(target.reshape(-1).view(torch.uint8).numpy().data)
         descriptor = self._descriptor(place.file)
-        while left:
-            count = os.preadv(descriptor, [left], offset)
+        while remaining:
+            count = os.preadv(descriptor, [remaining], offset)
             if not count:
                 raise BadJob(f"{place.file} was cut while it was read; download the model again")
-            left, offset = left[count:], offset + count
+            remaining, offset = remaining[count:], offset + count
 
     def _descriptor(self, file: Path) -> int:
         if file not in self._descriptors:

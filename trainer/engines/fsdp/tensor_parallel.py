@@ -88,12 +88,12 @@ def split_over(owner: Any, mesh: DeviceMesh) -> None:
 
 def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
     """Module name → style, of every matrix that is split over `size` ranks. Raises `CannotSplitModel`."""
-    given = model.tp_plan
-    if not given:
+    model_plan = model.tp_plan
+    if not model_plan:
         raise CannotSplitModel(
             f"{type(model).__name__} has no plan for tensor parallelism; set trainer.parallel.tensor to 1"
         )
-    patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in given.items()}
+    patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in model_plan.items()}
     names = [name for name, _ in model.named_modules()]
     plan = {name: style for name in names for pattern, style in patterns.items() if pattern.fullmatch(name)}
     # Embedding and head share out the vocabulary where that goes up; else both stay whole.
@@ -114,15 +114,15 @@ def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
 
 
 def _with_adapters(plan: Mapping[str, str], names: set[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for name, style in plan.items():
         if f"{name}.base_layer" not in names:
-            found[name] = style
+            styles[name] = style
             continue
         if style not in LORA:
             raise CannotSplitModel(f"{name} has an adapter and is split {style}: leave it out of trainer.lora.targets")
-        found |= {f"{name}.{part}": of_part for part, of_part in LORA[style].items()}
-    return found
+        styles |= {f"{name}.{part}": of_part for part, of_part in LORA[style].items()}
+    return styles
 
 
 def _check_sizes(model: PreTrainedModel, size: int) -> None:

@@ -81,8 +81,8 @@ def _head_of(model: PreTrainedModel, rows: RowPlan) -> Head | None:
     probe, body = TrialRows(model, (FIRST_ROW,)), body_of(model)
     hidden = run_rows(lambda inputs: body(**inputs).last_hidden_state, probe.part(), rows)
     settings = _head_settings(model)
-    found = settings.logits(hidden, head.weight, head.bias)
-    return settings if torch.allclose(found, probe.by(rows).float(), atol=1e-5, rtol=1e-4) else None
+    logits = settings.logits(hidden, head.weight, head.bias)
+    return settings if torch.allclose(logits, probe.by(rows).float(), atol=1e-5, rtol=1e-4) else None
 
 
 def body_of(model: PreTrainedModel) -> Any:

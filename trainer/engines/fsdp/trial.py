@@ -53,14 +53,14 @@ def main(model: str) -> None:
     copied = not Path(model).is_dir() or sum(file.stat().st_size for file in files) > WHOLE_BYTES
     try:
         if copied:
-            found = try_copy(model)
+            trial = try_copy(model)
         else:
             from penstock.trainer.engines.fsdp.models import load_model
 
-            found = Trial(unpacked_because=load_model(model).traits.rows.unpacked_because)
+            trial = Trial(unpacked_because=load_model(model).traits.rows.unpacked_because)
     except BadJob as error:
-        found = Trial(refused=str(error), copied=copied)
-    print(json.dumps(asdict(found)))
+        trial = Trial(refused=str(error), copied=copied)
+    print(json.dumps(asdict(trial)))
 
 
 def try_copy(model: str) -> Trial:

@@ -92,15 +92,15 @@ class Vision:
             raise BadJob(f"{type(loaded).__name__} cannot be trained with images: it has no {lacking}")
         try:
             processor = AutoImageProcessor.from_pretrained(model)
-            made = processor([_blank()], return_tensors="pt")
+            features = processor([_blank()], return_tensors="pt")
         except (OSError, ValueError, ImportError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             fix = "its folder needs preprocessor_config.json, this machine `pip install 'penstock[vision]'`"
             raise BadJob(f"{model} sees images, and its image processor cannot be made: {first}; {fix}") from error
-        if set(made) != GIVEN:
+        if set(features) != GIVEN:
             raise BadJob(
-                f"{type(loaded).__name__} cannot be trained with images: its processor makes {', '.join(sorted(made))} "
-                f"of one, and {', '.join(sorted(GIVEN))} are known here"
+                f"{type(loaded).__name__} cannot be trained with images: its processor makes "
+                f"{', '.join(sorted(features))} of one, and {', '.join(sorted(GIVEN))} are known here"
             )
         return cls(processor, int(image_token), rope_index)
 
@@ -108,19 +108,19 @@ class Vision:
         """Of an encoded image. Raises what Pillow raises for one that is none."""
         from PIL import Image
 
-        found = self._kept.pop(image, None)
-        if found is None:
-            found = self._pixels_of(Image.open(io.BytesIO(image)).convert("RGB"))
-            self._held += found.nbytes
-        self._kept[image] = found
+        pixels = self._kept.pop(image, None)
+        if pixels is None:
+            pixels = self._pixels_of(Image.open(io.BytesIO(image)).convert("RGB"))
+            self._held += pixels.nbytes
+        self._kept[image] = pixels
         while self._held > self._kept_bytes and len(self._kept) > 1:
             self._held -= self._kept.popitem(last=False)[1].nbytes
-        return found
+        return pixels
 
     def _pixels_of(self, image: Any) -> Pixels:
-        made = self._processor([image], return_tensors="pt")
-        grid = made["image_grid_thw"]
-        return Pixels(made["pixel_values"], grid, int(grid.prod()) // self._processor.merge_size**2)
+        features = self._processor([image], return_tensors="pt")
+        grid = features["image_grid_thw"]
+        return Pixels(features["pixel_values"], grid, int(grid.prod()) // self._processor.merge_size**2)
 
     def look(self, ids: Tensor, images: Sequence[Sequence[bytes]]) -> tuple[Tensor, dict[str, Tensor]]:
         """Of lines `ids` [B, W] with their images: (ids as the model takes them, the other arguments).
@@ -157,13 +157,13 @@ class Vision:
     def _marked(self, ids: Tensor, seen: Sequence[Sequence[Pixels]]) -> tuple[Tensor, Tensor]:
         """(ids [B, W] without stray places, [B, W] int 1 where an image's part stands)"""
         places = ids == self.image_token
-        wanted = torch.tensor([[sum(one.tokens for one in of_line)] for of_line in seen], device=ids.device)
-        if (places.sum(1, keepdim=True) < wanted).any():
+        required = torch.tensor([[sum(one.tokens for one in of_line)] for of_line in seen], device=ids.device)
+        if (places.sum(1, keepdim=True) < required).any():
             raise ValueError(
                 f"rows have {places.sum(1).tolist()} places for parts of images, their images have "
-                f"{wanted.flatten().tolist()}: do engine and trainer load one image processor?"
+                f"{required.flatten().tolist()}: do engine and trainer load one image processor?"
             )
-        stray = places & (places.cumsum(1) > wanted)
+        stray = places & (places.cumsum(1) > required)
         return ids.masked_fill(stray, 0), (places & ~stray).int()
 
     def _positions_of(self, ids: Tensor, marks: Tensor, seen: Sequence[Pixels]) -> Tensor:

@@ -125,14 +125,14 @@ def standing_in(models: list[nn.Module], values: Mapping[nn.Parameter, Tensor]) 
     stand_ins = {parameter: _stand_in(parameter, value) for parameter, value in values.items()}
     modules = [module for model in models for module in model.modules()]
     places = [(module._parameters, name) for module in modules for name in module._parameters]
-    held = [(owner, name, owner[name]) for owner, name in places if owner[name] in stand_ins]
+    replaced = [(owner, name, owner[name]) for owner, name in places if owner[name] in stand_ins]
     try:
-        for owner, name, parameter in held:
+        for owner, name, parameter in replaced:
             assert parameter is not None
             owner[name] = stand_ins[parameter]
         yield
     finally:
-        for owner, name, parameter in held:
+        for owner, name, parameter in replaced:
             owner[name] = parameter
 
 
@@ -162,9 +162,9 @@ def _merged_but_experts(merge: Callable[[str, list[Tensor], Tensor], Tensor]) ->
 
 def _stand_in(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     """With what megatron notes on a parameter: along which dimension it is split, whether it is an expert's."""
-    made = nn.Parameter(value, requires_grad=False)
-    vars(made).update(vars(parameter))
-    return made
+    stand_in = nn.Parameter(value, requires_grad=False)
+    vars(stand_in).update(vars(parameter))
+    return stand_in
 
 
 def _open(hf_config: Any, dtype: torch.dtype, model: str) -> Any:
@@ -264,8 +264,8 @@ def _name_experts_as_grouped(bridge: Any) -> None:
 def grouped_name(name: str, first_expert: int) -> str:
     """``….experts.local_experts.1.linear_fc1.weight`` → ``….experts.linear_fc1.weight5`` for `first_expert` 4; other
     names as they are."""
-    found = re.fullmatch(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name)
-    if found is None:
+    match = re.fullmatch(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name)
+    if match is None:
         return name
-    prefix, number, layer = found.groups()
+    prefix, number, layer = match.groups()
     return f"{prefix}.{layer}.weight{first_expert + int(number)}"

@@ -181,8 +181,8 @@ def open_groups(config: TrainerConfig) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel = config.parallel
-    wanted = {"world": dist.group.WORLD, "parallel": parallel, "timeout_s": config.collective_timeout_s}
-    if _made == wanted and parallel_state.model_parallel_is_initialized():
+    required = {"world": dist.group.WORLD, "parallel": parallel, "timeout_s": config.collective_timeout_s}
+    if _made == required and parallel_state.model_parallel_is_initialized():
         return
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -195,7 +195,7 @@ def open_groups(config: TrainerConfig) -> None:
         distributed_timeout_minutes=math.ceil(config.collective_timeout_s / 60),
     )
     model_parallel_cuda_manual_seed(SEED)
-    _made.update(wanted)
+    _made.update(required)
     atexit.register(_let_go)
 
 

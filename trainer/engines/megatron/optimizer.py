@@ -76,7 +76,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def whole_states(optimizer: Any, parameters: Iterable[nn.Parameter], key: str) -> dict[nn.Parameter, Tensor]:
     """`key` (MASTER or one of MOMENTS) of each parameter, float32, its shape. A collective of data-parallel ranks."""
     owners = _owners(optimizer)
-    found = {}
+    states = {}
     for parameter in parameters:
         value = torch.zeros_like(parameter, dtype=torch.float32)
         if parameter in owners:
@@ -84,8 +84,8 @@ def whole_states(optimizer: Any, parameters: Iterable[nn.Parameter], key: str) -
             value.view(-1)[_range(owners[parameter], parameter)] = own
         # Every element is one rank's; the others add 0.
         dist.all_reduce(value, group=_data_group(parameter))
-        found[parameter] = value
-    return found
+        states[parameter] = value
+    return states
 
 
 @torch.no_grad()
@@ -123,8 +123,8 @@ def _owners(optimizer: Any) -> dict[nn.Parameter, Any]:
 
 
 def _range(owner: Any, parameter: nn.Parameter) -> slice:
-    found = owner._get_model_param_range_map(parameter)["param"]
-    return slice(found.start, found.end)
+    span = owner._get_model_param_range_map(parameter)["param"]
+    return slice(span.start, span.end)
 
 
 def _data_group(parameter: nn.Parameter) -> dist.ProcessGroup:

@@ -150,16 +150,16 @@ class _Chooser:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """scores [T, E] → (scores of the chosen experts, the chosen experts), each [T, k]; megatron-core calls it."""
-        found, alone = default_compute_topk(scores, topk, num_groups, group_topk)
+        weights, alone = default_compute_topk(scores, topk, num_groups, group_topk)
         chosen, known = alone, None
         routing = self.routing or Routing()
         if routing.experts is not None:
             chosen, known = replayed_choice(alone, routing.experts[:, self._number])
-            # Not `found`: a router that chooses among groups of experts has hidden the scores of the other groups.
-            found = scores.gather(-1, chosen)
+            # Not `weights`: a router that chooses among groups of experts has hidden the scores of the other groups.
+            weights = scores.gather(-1, chosen)
         if torch.is_grad_enabled():
             self.load.add(scores.detach(), chosen, known, alone, routing.real)
-        return found, chosen
+        return weights, chosen
 
 
 def _taking_out(forward: Callable[..., Any], chooser: _Chooser | None) -> Callable[..., Any]:

@@ -64,8 +64,8 @@ class Stages:
     @torch.no_grad()
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Logprobs [N] of each pack, on the host."""
-        found = self._run(packs, lambda pack, outputs: outputs.logprobs, backward=False, with_entropy=False)
-        return self._from_last_stage([len(pack.targets) for pack in packs], found[: len(packs)])
+        logprobs = self._run(packs, lambda pack, outputs: outputs.logprobs, backward=False, with_entropy=False)
+        return self._from_last_stage([len(pack.targets) for pack in packs], logprobs[: len(packs)])
 
     def accumulate(
         self, packs: Sequence[Pack], loss: Callable[[Pack, Outputs], Tensor], divisor: float, *, with_entropy: bool
@@ -88,19 +88,19 @@ class Stages:
         """Return the result of `consume` for each pack, without gradient; empty on all stages but the last."""
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
-        given = self._in_step(packs)
-        if not given:
+        turns = self._in_step(packs)
+        if not turns:
             return []
 
         temperature = self._reading.temperature
 
         def last(pack: Pack, inputs: Inputs, model: Any, hidden: Tensor, non_loss_data: bool = False) -> Any:
             outputs = outputs_of(hidden, model, inputs, pack, temperature, with_entropy=with_entropy)
-            made = consume(pack, outputs)
+            result = consume(pack, outputs)
             if non_loss_data:
-                return made
+                return result
             # (loss, number of tokens, what to keep): gradients are not divided by the number, the loss has its divisor.
-            return made, torch.zeros((), dtype=torch.int, device=made.device), made.detach()
+            return result, torch.zeros((), dtype=torch.int, device=result.device), result.detach()
 
         def forward(turn: Iterator[Pack], model: nn.Module) -> tuple[Tensor, Any]:
             pack = next(turn).to(self._ranks.device)
@@ -110,9 +110,9 @@ class Stages:
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(given),
+            data_iterator=iter(turns),
             model=self.models,
-            num_microbatches=len(given),
+            num_microbatches=len(turns),
             seq_length=1,  # not looked at: shapes vary and travel with the tensors
             micro_batch_size=1,
             forward_only=not backward,
@@ -124,7 +124,7 @@ class Stages:
         count = int(self._ranks.max(len(packs)))
         return [*packs, *(empty_pack() for _ in range(count - len(packs)))]
 
-    def _from_last_stage(self, sizes: Sequence[int], found: Sequence[Tensor]) -> list[Tensor]:
+    def _from_last_stage(self, sizes: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors [sizes[i]] of the last stage, on the host of every stage."""
         from megatron.core import parallel_state
 
@@ -132,10 +132,10 @@ class Stages:
         if not sum(sizes):
             return [torch.zeros(0) for _ in sizes]
         if group.size() == 1:
-            return [one.cpu() for one in found]
+            return [one.cpu() for one in tensors]
         numbers = torch.empty(sum(sizes), dtype=torch.float32, device=self._ranks.device)
         if parallel_state.is_pipeline_last_stage():
-            numbers = torch.cat(list(found))
+            numbers = torch.cat(list(tensors))
         dist.broadcast(numbers, parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         return list(numbers.cpu().split(list(sizes)))
 
@@ -168,13 +168,13 @@ def outputs_of(
     chosen = hidden[inputs.column, inputs.line].to(weight.dtype)
     targets = pack.targets[inputs.own]
     if len(targets):
-        found = token_logprobs(chosen, weight, None, targets, _head(weight, temperature), with_entropy=with_entropy)
+        own = token_logprobs(chosen, weight, None, targets, _head(weight, temperature), with_entropy=with_entropy)
     else:  # of this context rank; the graph continues, the other ranks' backward waits for this one's
         nothing = chosen.float().sum(-1)
-        found = Outputs(nothing, nothing if with_entropy else None)
+        own = Outputs(nothing, nothing if with_entropy else None)
     # As many sums over the context group on a rank without a token as on the others.
-    entropy = None if found.entropy is None else _whole(found.entropy, inputs.own, count)
-    return Outputs(_whole(found.logprobs, inputs.own, count), entropy)
+    entropy = None if own.entropy is None else _whole(own.entropy, inputs.own, count)
+    return Outputs(_whole(own.logprobs, inputs.own, count), entropy)
 
 
 def _head(weight: Tensor, temperature: float) -> Head:
