@@ -76,15 +76,15 @@ def _replies(messages: Sequence[Message]) -> list[int]:
 
 
 def _reply(
-    chat: ChatTokens, said: Sequence[Message], tools: Sequence[Mapping[str, Any]], new: Sequence[Message]
+    chat: ChatTokens, history: Sequence[Message], tools: Sequence[Mapping[str, Any]], new: Sequence[Message]
 ) -> tuple[str, list[int]]:
-    """Returns the text and the ids, end included, that the model has to sample for the last message of `said`.
+    """Returns the text and the ids, end included, that the model has to sample for the last message of `history`.
 
     `new` comes after it. Raises `BadDemonstration`, and `TemplateError` where a written reply does not lie between the
     opening that a prompt ends with and the end of a reply.
     """
-    opening = chat.rendering.prompt_text(said[:-1], tools)
-    closed = chat.template.render(chat.template.fitted(said), tools, prompt=False)
+    opening = chat.rendering.prompt_text(history[:-1], tools)
+    closed = chat.template.render(chat.template.fitted(history), tools, prompt=False)
     if not closed.startswith(opening):
         pairs = enumerate(zip(opening, closed, strict=False))
         at = next((place for place, (one, other) in pairs if one != other), min(len(opening), len(closed)))

@@ -245,9 +245,9 @@ class FinishedAttempt:
 
     async def _reward(self) -> tuple[float, Mapping[str, float]]:
         """The loop's own reward, else the run's reward function, else the sum of the tools'."""
-        given = [output.reward for output in self.outputs if output.reward is not None]
-        if given:
-            return number_of(given[-1], "reward"), {}
+        rewards = [output.reward for output in self.outputs if output.reward is not None]
+        if rewards:
+            return number_of(rewards[-1], "reward"), {}
         if self.services.reward is None:
             if not self.tool_rewards:
                 raise InfraFailure("reward", "no reward: set agent.reward, or give one in segment.output(reward=…)")

@@ -50,15 +50,15 @@ def load_file(path: str, recipe_dir: Path) -> ModuleType:
     The file is searched in the folder of the recipe, then in the current directory. Raises `LoadError`.
     """
     candidates = [(folder / path).resolve() for folder in (recipe_dir, Path.cwd())]
-    found = next((file for file in candidates if file.is_file()), None)
-    if found is None:
+    path_of_file = next((file for file in candidates if file.is_file()), None)
+    if path_of_file is None:
         raise LoadError(f"no file {path!r}; looked at {' and '.join(str(file) for file in dict.fromkeys(candidates))}")
-    module_name = f"penstock_user_{found.stem}_{xxhash.xxh3_64_hexdigest(bytes(found))[:8]}"
+    module_name = f"penstock_user_{path_of_file.stem}_{xxhash.xxh3_64_hexdigest(bytes(path_of_file))[:8]}"
     with _loading:
         if module_name in sys.modules:
             return sys.modules[module_name]
-        allow_imports_from(found.parent)
-        return _execute(module_name, found)
+        allow_imports_from(path_of_file.parent)
+        return _execute(module_name, path_of_file)
 
 
 def _execute(module_name: str, file: Path) -> ModuleType:

@@ -79,8 +79,8 @@ class LoopWatch:
                 return  # the loop's thread has ended
             # Until the next beat each task takes one step, so a task tells its step.
             called, place = look
-            if step != (found := (beat, id(asyncio.current_task(self._loop)), called)):
-                step, since, reported = found, now, False
+            if step != (current := (beat, id(asyncio.current_task(self._loop)), called)):
+                step, since, reported = current, now, False
             elif now - since > self._limit_s and not reported:
                 reported = True
                 self._report(place, now - since)

@@ -98,8 +98,8 @@ def _turn_rewards(outputs: Sequence[AgentLoopOutput]) -> tuple[float, ...]:
     """Return rewards by turn; a segment without rewards has 0 for each of its turns if another has some."""
     if not any(len(output.turn_rewards) for output in outputs):
         return ()
-    given = (output.turn_rewards or (0.0,) * output.num_turns for output in outputs)
-    return tuple(number_of(value, "turn_rewards") for values in given for value in values)
+    padded = (output.turn_rewards or (0.0,) * output.num_turns for output in outputs)
+    return tuple(number_of(value, "turn_rewards") for values in padded for value in values)
 
 
 def number_of(value: Any, where: str) -> float:

@@ -74,12 +74,12 @@ class ToolStates:
         if name not in self.held:
             group = self.tools[name].turn_group
             self.held[name] = HeldState(self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock())
-        held = self.held[name]
-        async with held.lock:
-            if not held.ready:
-                await self._make_ready(name, held)
-            if held.state is not None:
-                yield held.state
+        entry = self.held[name]
+        async with entry.lock:
+            if not entry.ready:
+                await self._make_ready(name, entry)
+            if entry.state is not None:
+                yield entry.state
                 return
         yield None
 
@@ -89,18 +89,18 @@ class ToolStates:
             return
         for one in self._partners(name):
             self.journal.sessions.pop(one, None)
-            held = self.held.pop(one, None)
-            if held is not None and held.ready:
-                await self._give_back_one(one, held.state, leave=False)
+            entry = self.held.pop(one, None)
+            if entry is not None and entry.ready:
+                await self._give_back_one(one, entry.state, leave=False)
 
     def sessions(self) -> dict[str, str]:
         """Tool → session that is open now, for the journal."""
-        named = {name: getattr(held.state, "session_id", None) for name, held in self.held.items()}
+        named = {name: getattr(entry.state, "session_id", None) for name, entry in self.held.items()}
         return {name: session for name, session in named.items() if session is not None}
 
     async def with_rewards(self) -> dict[str, Any]:
         """States of the tools that have a `calc_reward` and were used, in this worker or in one before."""
-        used = {named.call.name for named in self.past} | {name for name, held in self.held.items() if held.ready}
+        used = {named.call.name for named in self.past} | {name for name, entry in self.held.items() if entry.ready}
         states = {}
         for name in (name for name in self.tools if name in used):
             calc_reward = self.tools[name].calc_reward
@@ -114,7 +114,7 @@ class ToolStates:
 
         `leave`: the episode continues in another worker; sessions that outlive this process stay open for it.
         """
-        known, ready = self.sessions(), {name: held.state for name, held in self.held.items() if held.ready}
+        known, ready = self.sessions(), {name: entry.state for name, entry in self.held.items() if entry.ready}
         self.held = {}
         await asyncio.gather(*(self._give_back_one(name, state, leave) for name, state in ready.items()))
         if not leave:
@@ -125,21 +125,21 @@ class ToolStates:
                     await self._end_session(name, session)
 
     # making ready --------------------------------------------------------------------------------------------------
-    async def _make_ready(self, name: str, held: HeldState) -> None:
+    async def _make_ready(self, name: str, entry: HeldState) -> None:
         """Creates the state; on a resumed episode attaches to the old session, or replays past calls on a fresh one."""
         shared = any(self.held[one].ready for one in self._partners(name) if one in self.held)
         with sharing(self._shared):
             attached = await self._attach(name)
-            held.state = await self._create(name) if attached is None else attached
-        held.ready = True
-        if attached is not None or held.state is None or shared:
+            entry.state = await self._create(name) if attached is None else attached
+        entry.ready = True
+        if attached is not None or entry.state is None or shared:
             return
         past = [named for named in self.past if named.call.name in self._partners(name)]
         replayable = all(self.tools[named.call.name].replayable for named in past)
         if past and (self.on_lost == "restart" or not replayable):
             raise EpisodeRestart(f"the state of tool {name} was lost with its worker")
         for named in past:
-            await self.execute(named, held.state)
+            await self.execute(named, entry.state)
 
     async def _create(self, name: str) -> Any:
         with as_call(f"{await self.journal.life()}/state of {name}"):

@@ -297,11 +297,11 @@ class RunningEpisodes:
 
     async def renew(self) -> None:
         """Renews all leases; cancels runs whose lease was lost. Raises `QueueError`."""
-        held = {episode_id: lease for episode_id, (lease, _) in self.running.items()}
-        for leases in _chunks(list(held.values())):
+        leases_by_episode = {episode_id: lease for episode_id, (lease, _) in self.running.items()}
+        for leases in _chunks(list(leases_by_episode.values())):
             for episode_id in await self._services.queue.renew(leases):
-                if not self._is_ending(held[episode_id]):
-                    self._cancel_lost(held[episode_id])
+                if not self._is_ending(leases_by_episode[episode_id]):
+                    self._cancel_lost(leases_by_episode[episode_id])
 
     def _is_ending(self, lease: Lease) -> bool:
         """The queue answers the episode itself whether its lease was lost."""
@@ -344,8 +344,8 @@ class RunningEpisodes:
     def _forget(self, lease: Lease) -> None:
         """A callback of the task: a task cancelled before its first step runs no code at all."""
         self._episodes.pop((lease.episode_id, lease.fence), None)
-        held = self.running.get(lease.episode_id)
-        if held is not None and held[0].fence == lease.fence:
+        running = self.running.get(lease.episode_id)
+        if running is not None and running[0].fence == lease.fence:
             del self.running[lease.episode_id]
         self._ended()
 

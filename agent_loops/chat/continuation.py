@@ -90,8 +90,8 @@ class Continuation:
     def _named(self, messages: Sequence[Message], answered: Sequence[ToolCall]) -> list[Message]:
         named: list[Message] = []
         for index, (message, call) in enumerate(zip(messages, answered, strict=False)):
-            given = call.written_id or str(message.get("tool_call_id") or call.call_id)
-            call_id = self.template.call_id(given, index, call.name)
+            written_id = call.written_id or str(message.get("tool_call_id") or call.call_id)
+            call_id = self.template.call_id(written_id, index, call.name)
             named.append({"name": call.name or "tool", **message, "tool_call_id": call_id})
         return [*named, *messages[len(answered) :]]
 

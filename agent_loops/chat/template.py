@@ -169,11 +169,11 @@ class ChatTemplate:
         user = {"role": "user", "content": "x"}
         messages = [user, {"role": "assistant", "content": MARK}]
         try:
-            unasked, asked = (self.render(messages, prompt=prompt) for prompt in (False, True))
+            unasked, prompted = (self.render(messages, prompt=prompt) for prompt in (False, True))
             opened = self.render([user], prompt=False)
         except TemplateError:
             return ""
-        tail = unasked.rpartition(MARK)[2] if unasked == asked else ""
+        tail = unasked.rpartition(MARK)[2] if unasked == prompted else ""
         eos, added = self._tokenizer.eos_token, self._tokenizer.added_tokens_decoder.values()
         words = [eos] if eos and eos in tail else [token.content for token in added if token.special]
         ends = [tail.find(word) + len(word) for word in words if word in tail]

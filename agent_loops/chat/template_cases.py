@@ -51,18 +51,18 @@ def conversations(chat: ChatTokens, tools: Tools, *, images: bool = False) -> It
     """
     if images:
         yield from _with_images(chat, tools)
-    for name, content, said in (("plain reply", PLAIN, [PLAIN]), ("reply with thinking", THINKING, [THOUGHT, PLAIN])):
+    for name, content, pieces in (("plain reply", PLAIN, [PLAIN]), ("reply with thinking", THINKING, [THOUGHT, PLAIN])):
         reply = {"role": "assistant", "content": content}
         for under, history in (("", [USER, reply]), (" under a system prompt", [SYSTEM, USER, reply])):
-            yield TemplateCase(f"{name}{under}, then a user message", history, [AGAIN], said)
-        yield TemplateCase(f"{name}, second user turn", [USER, reply, AGAIN, reply], [USER], said)
+            yield TemplateCase(f"{name}{under}, then a user message", history, [AGAIN], pieces)
+        yield TemplateCase(f"{name}, second user turn", [USER, reply, AGAIN, reply], [USER], pieces)
     if tools:
-        for name, content, said in (
+        for name, content, pieces in (
             ("call", "", []),
             ("call after words", PLAIN, [PLAIN]),
             ("call after thinking", THINKING, [THOUGHT]),
         ):
-            yield from _with_results(chat, tools, name, content, said)
+            yield from _with_results(chat, tools, name, content, pieces)
 
 
 def _with_images(chat: ChatTokens, tools: Tools) -> Iterator[TemplateCase]:
@@ -78,7 +78,7 @@ def _with_images(chat: ChatTokens, tools: Tools) -> Iterator[TemplateCase]:
 
 
 def _with_results(
-    chat: ChatTokens, tools: Tools, name: str, content: str, said: Sequence[str]
+    chat: ChatTokens, tools: Tools, name: str, content: str, reply_pieces: Sequence[str]
 ) -> Iterator[TemplateCase]:
     template = chat.template
     for texts in TOOL_TEXTS:
@@ -88,13 +88,13 @@ def _with_results(
         later = _calls(chat, tools, [USER, reply, *new], count, count)
         again, newer = _reply(template, later, content), results_of(template, later, texts)
         after = f"then {'several tool results' if count > 1 else 'tool results'}"
-        for title, history, results, made in (
+        for title, history, results, case_calls in (
             (f"{name}, {after}", [USER, reply], new, calls),
             (f"{name} under a system prompt, {after}", [SYSTEM, USER, reply], new, calls),
             (f"{name}, {after}, second tool turn", [USER, reply, *new, again], newer, later),
         ):
-            pieces = [*said, *(call.name for call in made if template.call_form)]
-            yield TemplateCase(title, history, results, pieces, made)
+            pieces = [*reply_pieces, *(call.name for call in case_calls if template.call_form)]
+            yield TemplateCase(title, history, results, pieces, case_calls)
 
 
 def _calls(chat: ChatTokens, tools: Tools, history: Sequence[Message], first: int, count: int) -> list[ToolCall]:

@@ -80,38 +80,44 @@ def verify_template(chat: ChatTokens, tools: Tools = ()) -> TemplateVerification
         chat.old_thinking.check_strip()
     if chat.rendering.places is not None:
         chat.rendering.places.check(chat.encode)
-    found = _verify(chat, tools)
+    verification = _verify(chat, tools)
     if not tools:
-        found = _with_tool_role(chat, found)
-    chat.refused_roles, chat.renewing_roles = found.unsupported, found.renewing
-    return found
+        verification = _with_tool_role(chat, verification)
+    chat.refused_roles, chat.renewing_roles = verification.unsupported, verification.renewing
+    return verification
 
 
-def _with_tool_role(chat: ChatTokens, found: TemplateVerification) -> TemplateVerification:
-    """`found` without tools, and what holds of results of tools that are not known at start."""
+def _with_tool_role(chat: ChatTokens, verification: TemplateVerification) -> TemplateVerification:
+    """`verification` without tools, and what holds of results of tools that are not known at start."""
     with_one = _verified_with_probe(chat)
     if isinstance(with_one, TemplateError) or "tool" not in with_one.unsupported:
-        return found
-    unsupported = {**found.unsupported, "tool": with_one.unsupported["tool"]}
-    return replace(found, unsupported=unsupported, renewing=found.renewing | (with_one.renewing & {"tool"}))
+        return verification
+    unsupported = {**verification.unsupported, "tool": with_one.unsupported["tool"]}
+    return replace(
+        verification, unsupported=unsupported, renewing=verification.renewing | (with_one.renewing & {"tool"})
+    )
 
 
 def _verify(chat: ChatTokens, tools: Tools) -> TemplateVerification:
-    found = _Findings()
+    findings = _Findings()
     if tools:
         _check_tools_are_shown(chat, tools)
-        _check_results(chat, tools, found)
+        _check_results(chat, tools, findings)
         check_calls_are_read(chat.parser, chat.template, tools)
     for case in conversations(chat, tools, images=chat.rendering.places is not None):
-        _try(chat, tools, case, found)
-    found.settle()
+        _try(chat, tools, case, findings)
+    findings.settle()
     needed = "tool" if tools else "user"
-    if needed not in found.verified and needed not in found.unsupported:
-        raise TemplateError(f"nothing can follow a reply: {'; '.join(found.refused.values())}")
-    renewing = frozenset(role for role in found.unsupported if _renews(chat, tools, role, found, needed))
-    count = sum(found.anew[role] if role in renewing else found.verified[role] for role in found.anew)
+    if needed not in findings.verified and needed not in findings.unsupported:
+        raise TemplateError(f"nothing can follow a reply: {'; '.join(findings.refused.values())}")
+    renewing = frozenset(role for role in findings.unsupported if _renews(chat, tools, role, findings, needed))
+    count = sum(findings.anew[role] if role in renewing else findings.verified[role] for role in findings.anew)
     return TemplateVerification(
-        count, tuple(dict.fromkeys(found.rewritten)), tuple(found.refused.values()), found.unsupported, renewing
+        count,
+        tuple(dict.fromkeys(findings.rewritten)),
+        tuple(findings.refused.values()),
+        findings.unsupported,
+        renewing,
     )
 
 
@@ -146,36 +152,42 @@ class _Rendered:
     """With the reply and what follows it, up to the next reply."""
 
 
-def _try(chat: ChatTokens, tools: Tools, case: TemplateCase, found: _Findings) -> None:
+def _try(chat: ChatTokens, tools: Tools, case: TemplateCase, findings: _Findings) -> None:
     role = str(case.new[0]["role"])
     try:
         whole = chat.rendering.prompt_text([*case.history, *case.new], tools)
         rendered = _Rendered(chat.rendering.prompt_text(case.history[:-1], tools), whole)
     except TemplateError as error:
-        found.refused.setdefault(case.name, f"{case.name}: {error}")
+        findings.refused.setdefault(case.name, f"{case.name}: {error}")
         return
-    found.anew[role] += 1
-    if role in found.unsupported:
+    findings.anew[role] += 1
+    if role in findings.unsupported:
         return
     try:
         delta = chat.rendering.delta(take(case.new, {}), tools, case.calls)
     except TemplateError as error:
-        found.no_delta.setdefault(role, {}).setdefault(case.name, str(error))
+        findings.no_delta.setdefault(role, {}).setdefault(case.name, str(error))
         return
-    _compare(chat, tools, case, rendered, delta, found=found)
+    _compare(chat, tools, case, rendered, delta, findings=findings)
 
 
 def _compare(
-    chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _Rendered, delta: Sequence[int], *, found: _Findings
+    chat: ChatTokens,
+    tools: Tools,
+    case: TemplateCase,
+    rendered: _Rendered,
+    delta: Sequence[int],
+    *,
+    findings: _Findings,
 ) -> None:
     role, text = str(case.new[0]["role"]), chat.decode(delta)
     if not rendered.whole.endswith(text):
         if _moves_words(chat, tools, case, text):
-            found.verified[role] += 1
-            found.rewritten.append(f"{case.name} (it moves the words behind the results)")
+            findings.verified[role] += 1
+            findings.rewritten.append(f"{case.name} (it moves the words behind the results)")
         else:
             difference = _difference(rendered.opening + "".join(case.said) + text, rendered.whole)
-            found.unsupported[role] = (
+            findings.unsupported[role] = (
                 f"the chat template cannot be continued on sampled ids ({case.name}): {difference}"
             )
         return
@@ -183,11 +195,11 @@ def _compare(
     is_kept = rendered.whole.startswith(rendered.opening) and all(piece in between for piece in case.said)
     problem = _broken_end(chat, tools, case, rendered, delta) if is_kept else _moved(chat, tools, case, text)
     if problem:
-        found.unsupported[role] = problem
+        findings.unsupported[role] = problem
         return
-    found.verified[role] += 1
+    findings.verified[role] += 1
     if not is_kept:
-        found.rewritten.append(case.name)
+        findings.rewritten.append(case.name)
 
 
 def _broken_end(chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _Rendered, delta: Sequence[int]) -> str:
@@ -224,7 +236,7 @@ def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> st
     return f"the chat template writes again behind a reply what stood before it ({case.name}): {difference}"
 
 
-def _renews(chat: ChatTokens, tools: Tools, role: str, found: _Findings, needed: str) -> bool:
+def _renews(chat: ChatTokens, tools: Tools, role: str, findings: _Findings, needed: str) -> bool:
     """Whether a new segment can begin before messages of `role`.
 
     Raises `TemplateError` where it cannot and no loop can do without the role: results of tools, or, where there are
@@ -233,8 +245,8 @@ def _renews(chat: ChatTokens, tools: Tools, role: str, found: _Findings, needed:
     try:
         _check_written_again(chat, tools, role)
     except TemplateError as error:
-        if role == "tool" or (role == needed and role not in found.verified):
-            raise TemplateError(f"{found.unsupported[role]}; nor can a new segment begin there: {error}") from error
+        if role == "tool" or (role == needed and role not in findings.verified):
+            raise TemplateError(f"{findings.unsupported[role]}; nor can a new segment begin there: {error}") from error
         return False
     return True
 
@@ -267,11 +279,11 @@ def _reply_in(chat: ChatTokens, tools: Tools, reply: Message, whole: str) -> str
     unasked, opening = (chat.template.render([USER], tools, prompt=prompt) for prompt in (False, True))
     closed, other = (text_of(chat, tools, [USER, one]) for one in (reply, {"role": "assistant", "content": "0"}))
     at = shared_length(closed, other)
-    asked = opening.removeprefix(unasked)
-    if not opening.startswith(unasked) or asked not in closed[:at]:
+    prompt_opening = opening.removeprefix(unasked)
+    if not opening.startswith(unasked) or prompt_opening not in closed[:at]:
         raise TemplateError("the chat template opens a reply that it writes otherwise than one that it asks for")
     end = shared_length(closed, whole)
-    return closed[closed.rindex(asked, 0, at) + len(asked) : end if end > at else len(closed)]
+    return closed[closed.rindex(prompt_opening, 0, at) + len(prompt_opening) : end if end > at else len(closed)]
 
 
 def _up_to_stop(chat: ChatTokens, text: str) -> str:
@@ -301,8 +313,8 @@ def _verified_with_probe(chat: ChatTokens) -> TemplateVerification | TemplateErr
 
 def tools_problem(chat: ChatTokens) -> str:
     """Why this model can be given no tools at all; empty where it can. For tools that are not known at start."""
-    found = _verified_with_probe(chat)
-    return str(found) if isinstance(found, TemplateError) else ""
+    verification = _verified_with_probe(chat)
+    return str(verification) if isinstance(verification, TemplateError) else ""
 
 
 def _check_tools_are_shown(chat: ChatTokens, tools: Tools) -> None:
@@ -315,8 +327,8 @@ def _check_tools_are_shown(chat: ChatTokens, tools: Tools) -> None:
         )
 
 
-def _check_results(chat: ChatTokens, tools: Tools, found: _Findings) -> None:
-    """Records in `found` where results cannot be spliced. Raises `TemplateError` where the template ignores them."""
+def _check_results(chat: ChatTokens, tools: Tools, findings: _Findings) -> None:
+    """Records in `findings` where results cannot be spliced. Raises `TemplateError` where the template ignores them."""
     result, call = {"role": "tool", "content": RESULT}, ToolCall(tools[0]["function"]["name"])
     try:
         delta = chat.continuation.delta([result], [call])
@@ -324,12 +336,14 @@ def _check_results(chat: ChatTokens, tools: Tools, found: _Findings) -> None:
     except TemplateError as error:
         if chat.template.call_form is None:
             raise
-        found.unsupported["tool"] = str(error)
+        findings.unsupported["tool"] = str(error)
         return
     if RESULT not in delta:
         raise TemplateError("the model's chat template ignores messages of role tool: the model would read no results")
     if again != delta:
-        found.unsupported["tool"] = "the chat template shows tools again after a call; such results cannot be spliced"
+        findings.unsupported["tool"] = (
+            "the chat template shows tools again after a call; such results cannot be spliced"
+        )
 
 
 def _first_difference(one: str, other: str) -> int:
@@ -337,7 +351,7 @@ def _first_difference(one: str, other: str) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _difference(spliced: str, wanted: str) -> str:
-    at = _first_difference(spliced, wanted)
+def _difference(spliced: str, expected: str) -> str:
+    at = _first_difference(spliced, expected)
     window = slice(max(0, at - 30), at + 60)
-    return f"at character {at} the splice has {spliced[window]!r}, the template {wanted[window]!r}"
+    return f"at character {at} the splice has {spliced[window]!r}, the template {expected[window]!r}"

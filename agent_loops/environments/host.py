@@ -70,15 +70,15 @@ def factory_of(name: str) -> Callable[..., Any]:
     if module_name in ("gymnasium", "gym", "textarena"):
         return _made_by(module_name, attribute)
     module = _file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    found: Any = module
+    value: Any = module
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if found is None and GYMNASIUM_ID.fullmatch(attribute):
+        value = getattr(value, part, None)
+    if value is None and GYMNASIUM_ID.fullmatch(attribute):
         return _made_by("gymnasium", attribute)
-    if not callable(found):
+    if not callable(value):
         raise AttributeError(f"{module_name} has no function or class {attribute!r}")
-    made: Callable[..., Any] = found
-    return made
+    factory: Callable[..., Any] = value
+    return factory
 
 
 def _made_by(package: str, name: str) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ class OpenEnvServer:
         """Raises `aiohttp.ClientError`."""
         return await self._http.ws_connect(f"{self.url}/ws", max_msg_size=MAX_MESSAGE_BYTES, heartbeat=30)
 
-    async def action_field(self, wanted: str) -> str:
+    async def action_field(self, preferred: str) -> str:
         """The field that an answer's text goes to. Raises `InfraFailure` naming those that there are."""
         if self._fields is None:
             async with self._http.get(f"{self.url}/schema") as answer:
@@ -70,13 +70,13 @@ class OpenEnvServer:
                 action = (await answer.json()).get("action", {})
             fields = action.get("properties", {})
             self._fields = tuple(name for name, kind in fields.items() if name != "metadata" and _takes_text(kind))
-        if wanted in self._fields or (wanted and not self._fields):
-            return wanted
-        if not wanted and len(self._fields) == 1:
+        if preferred in self._fields or (preferred and not self._fields):
+            return preferred
+        if not preferred and len(self._fields) == 1:
             return self._fields[0]
         known = ", ".join(self._fields) or "none"
         raise InfraFailure(
-            "loop", f"agent.settings.action_field {wanted!r}: text fields of an action at {self.url}: {known}"
+            "loop", f"agent.settings.action_field {preferred!r}: text fields of an action at {self.url}: {known}"
         )
 
     async def close(self) -> None:

@@ -128,25 +128,25 @@ def _behind(word: str, result: RunResult) -> Any:
 
 def read_cases(ground_truth: Any) -> list[ProgramCase]:
     """Raises `BadCases`."""
-    given = ground_truth
-    if isinstance(given, str):
+    tests = ground_truth
+    if isinstance(tests, str):
         try:
-            given = json.loads(given)
+            tests = json.loads(tests)
         except ValueError as error:
             raise BadCases(f"test cases are no JSON: {ground_truth[:100]!r}: {error}") from error
-    if isinstance(given, list):
-        given = {"assert_case": given}
-    if not isinstance(given, Mapping):
-        raise BadCases(f"test cases must be a mapping or a list of assertions, found {str(given)[:100]!r}")
+    if isinstance(tests, list):
+        tests = {"assert_case": tests}
+    if not isinstance(tests, Mapping):
+        raise BadCases(f"test cases must be a mapping or a list of assertions, found {str(tests)[:100]!r}")
     try:
-        cases = [ProgramCase("assert", text, Assertion.parse(text)) for text in given.get("assert_case") or ()]
+        cases = [ProgramCase("assert", text, Assertion.parse(text)) for text in tests.get("assert_case") or ()]
     except BadAssertion as error:
         raise BadCases(f"assertion {error}") from error
-    inputs, outputs = given.get("inputs") or [], given.get("outputs") or []
+    inputs, outputs = tests.get("inputs") or [], tests.get("outputs") or []
     # verl gives assertions with as many empty inputs and outputs.
-    cases = cases or _pairs(inputs, outputs, given.get("fn_name"))
+    cases = cases or _pairs(inputs, outputs, tests.get("fn_name"))
     if not cases:
-        raise BadCases(f"no test cases: inputs, outputs and assert_case are empty (keys: {', '.join(map(str, given))})")
+        raise BadCases(f"no test cases: inputs, outputs and assert_case are empty (keys: {', '.join(map(str, tests))})")
     return cases
 
 
@@ -155,11 +155,12 @@ def _pairs(inputs: Any, outputs: Any, name: str | None) -> list[ProgramCase]:
         raise BadCases(f"{len(inputs)} inputs and {len(outputs)} outputs")
     if name:
         return [
-            ProgramCase("call", {"name": name, "arguments": _arguments(given)}, _value(expected))
-            for given, expected in zip(inputs, outputs, strict=True)
+            ProgramCase("call", {"name": name, "arguments": _arguments(arguments)}, _value(expected))
+            for arguments, expected in zip(inputs, outputs, strict=True)
         ]
     return [
-        ProgramCase("stdin", _text(given), _text(expected)) for given, expected in zip(inputs, outputs, strict=True)
+        ProgramCase("stdin", _text(arguments), _text(expected))
+        for arguments, expected in zip(inputs, outputs, strict=True)
     ]
 
 
@@ -192,9 +193,9 @@ def same_value(value: Any, expected: Any) -> bool:
     return isinstance(expected, list) and len(expected) == 1 and value == expected[0]
 
 
-def same_text(given: str, expected: str) -> bool:
+def same_text(output: str, expected: str) -> bool:
     """Equal line by line; spaces at line ends and empty last lines do not count, decimals may differ by rounding."""
-    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (given, expected))
+    ours, theirs = ([line.split() for line in text.rstrip().splitlines()] for text in (output, expected))
     return len(ours) == len(theirs) and all(
         len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(ours, theirs, strict=True)
     )

@@ -140,12 +140,12 @@ class RewardFunction:
         if not self._reward.is_journaled(task.data_source):
             return await self.score(task, solution, further)
         digest = self._digest(task, further, segments)
-        kept = keeper.score
-        if kept is None or kept.of != digest:
+        recorded = keeper.score
+        if recorded is None or recorded.of != digest:
             score = await self.score(task, solution, further)
-            kept = KeptScore(digest, score.reward, score.metrics)
-            await keeper.keep_score(kept)
-        return Score(kept.reward, kept.metrics)
+            recorded = KeptScore(digest, score.reward, score.metrics)
+            await keeper.keep_score(recorded)
+        return Score(recorded.reward, recorded.metrics)
 
     def _digest(self, task: Task, further: Mapping[str, Any], segments: Sequence[Segment]) -> str:
         """Digest of all that the reward may read and of its name and settings, which a resumed run may have changed."""
