@@ -118,11 +118,11 @@ def _towards(host: str | None) -> str | None:
 
 def _addresses_of(interface: str) -> set[str]:
     """Return the first IPv4 address of an interface, and all of its IPv6 addresses."""
-    found = set()
+    addresses = set()
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         siocgifaddr, request = 0x8915, struct.pack("256s", interface.encode()[:15])
-        found.add(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), siocgifaddr, request)[20:24]))
+        addresses.add(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), siocgifaddr, request)[20:24]))
     with contextlib.suppress(OSError):
         rows = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
-        found |= {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[5] == interface}
-    return found
+        addresses |= {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[5] == interface}
+    return addresses

@@ -116,9 +116,9 @@ def private_folder(path: Path) -> Path:
         # Made closed: a folder that is closed later may have a stranger's files, or open descriptors, by then.
         path.mkdir(mode=0o700)
     except FileExistsError:
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise _not_private(path, found, "a folder of this user alone, mode 0700") from None
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise _not_private(path, status, "a folder of this user alone, mode 0700") from None
     return path
 
 
@@ -140,9 +140,9 @@ def _open_own(path: str, flags: int) -> int:
     # Not blocking: the open of a pipe that no other process opens would not return.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink != 1:
-            raise _not_private(Path(path), found, "a file of this user alone, under one name")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
+            raise _not_private(Path(path), status, "a file of this user alone, under one name")
         os.fchmod(descriptor, 0o600)
     except BaseException:
         os.close(descriptor)
@@ -150,11 +150,11 @@ def _open_own(path: str, flags: int) -> int:
     return descriptor
 
 
-def _not_private(path: Path, found: os.stat_result, wanted: str) -> NotPrivate:
-    what = f"{stat.filemode(found.st_mode)}, owner uid {found.st_uid}, {found.st_nlink} links"
+def _not_private(path: Path, status: os.stat_result, required: str) -> NotPrivate:
+    what = f"{stat.filemode(status.st_mode)}, owner uid {status.st_uid}, {status.st_nlink} links"
     return NotPrivate(
         errno.EPERM,
-        f"{path}: found {what}; needed is {wanted} (uid {os.geteuid()}). Its owner could read or exchange what"
+        f"{path}: found {what}; needed is {required} (uid {os.geteuid()}). Its owner could read or exchange what"
         " this run keeps there: look who it was, and remove it",
     )
 

@@ -74,8 +74,8 @@ def _end_group(child: subprocess.Popen[bytes]) -> None:
     while time.monotonic() < deadline and (child.poll() is None or _others()):
         time.sleep(0.02)
     deadline = time.monotonic() + GRACE_S
-    while time.monotonic() < deadline and (left := _others()):  # in a loop: one may have started another
-        for pid in left:
+    while time.monotonic() < deadline and (remaining := _others()):  # in a loop: one may have started another
+        for pid in remaining:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -101,9 +101,9 @@ class Segments:
         """Removes those that still exist and that no process has mapped: the group may share one with a stranger."""
         if not self._seen:
             return
-        left = {entry.inode(): entry.path for entry in os.scandir(SHARED_MEMORY) if entry.inode() in self._seen}
+        remaining = {entry.inode(): entry.path for entry in os.scandir(SHARED_MEMORY) if entry.inode() in self._seen}
         mapped = set().union(*map(_mapped_by, _processes()))
-        for inode, path in left.items():
+        for inode, path in remaining.items():
             if inode not in mapped:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -115,7 +115,7 @@ def _mapped_by(pid: int) -> set[int]:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    return {int(found[1]) for line in lines if (found := _SEGMENT.search(line))}
+    return {int(match[1]) for line in lines if (match := _SEGMENT.search(line))}
 
 
 def _processes() -> list[int]:

@@ -142,9 +142,9 @@ Authorize = Callable[[Scope, str], Mapping[str, Any] | None]
 """(scope, bearer token) → what joins ``request.state``, perhaps nothing; None: 401. May raise `HttpError` (403)."""
 
 
-def same_token(given: str, expected: str) -> bool:
+def same_token(token: str, expected: str) -> bool:
     """Compares in constant time; no token equals an empty one."""
-    return bool(expected) and hmac.compare_digest(_bytes(given), _bytes(expected))
+    return bool(expected) and hmac.compare_digest(_bytes(token), _bytes(expected))
 
 
 def bearer_headers(token: str) -> dict[str, str]:
@@ -169,11 +169,11 @@ def opens(
         further: (path, token) → whether that token opens that path; compares in constant time.
     """
 
-    def authorize(scope: Scope, given: str) -> Mapping[str, Any] | None:
+    def authorize(scope: Scope, sent: str) -> Mapping[str, Any] | None:
         path = scope["path"]
-        if same_token(given, token) or same_token(given, (also or {}).get(path, "")):
+        if same_token(sent, token) or same_token(sent, (also or {}).get(path, "")):
             return {}
-        return {} if given and further is not None and further(path, given) else None
+        return {} if sent and further is not None and further(path, sent) else None
 
     return authorize
 

@@ -123,10 +123,10 @@ def describe_exit(returncode: int) -> str:
 def raise_open_files() -> None:
     """Raises the soft limit of open files, meant for programs with few, to the hard one, at most `MAX_OPEN_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
         with contextlib.suppress(OSError, ValueError):  # the old limit stays
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,18 +139,18 @@ class ProcessTable:
     @classmethod
     def now(cls) -> ProcessTable:
         """Reads /proc."""
-        found = ((int(entry.name), _stat(entry)) for entry in PROC.glob("[0-9]*"))
-        return cls({pid: fields for pid, fields in found if fields})
+        stats = ((int(entry.name), _stat(entry)) for entry in PROC.glob("[0-9]*"))
+        return cls({pid: fields for pid, fields in stats if fields})
 
     def tree_of(self, root: int) -> list[int]:
         """`root` and every process below it, parents first."""
         below = defaultdict(list)
         for pid, fields in self.fields.items():
             below[int(fields[_PARENT])].append(pid)
-        found = [root]
-        for pid in found:
-            found += below[pid]
-        return found
+        tree = [root]
+        for pid in tree:
+            tree += below[pid]
+        return tree
 
     def cpu_s(self, root: int) -> float:
         """CPU seconds used by the living processes of the tree."""

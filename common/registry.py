@@ -169,11 +169,11 @@ def checked_options(what: str, function: Callable[..., object], options: Mapping
     fields: dict[str, Any] = {name: (hints.get(name, Any), defaults[name]) for name in options}
     model = create_model("Options", __config__=ConfigDict(extra="forbid"), **fields)
     try:
-        made = model(**options)
+        values = model(**options)
     except ValidationError as error:
         first = error.errors()[0]
         raise BadOptions(f"{what}: setting {first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
-    return {name: getattr(made, name) for name in options}
+    return {name: getattr(values, name) for name in options}
 
 
 def pattern_of(name: str, patterns: Iterable[str]) -> str | None:
