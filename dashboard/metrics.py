@@ -70,8 +70,8 @@ def newest_row(path: Path) -> Row | None:
 
 def column_names(rows: Sequence[Row]) -> list[str]:
     """Every name that holds numbers, sorted; without the step itself."""
-    found = {name for row in [*rows[:1], *rows[-LOOK_BACK:]] for name, value in row.items() if _is_number(value)}
-    return sorted(found - {"step"})
+    names = {name for row in [*rows[:1], *rows[-LOOK_BACK:]] for name, value in row.items() if _is_number(value)}
+    return sorted(names - {"step"})
 
 
 def columns(rows: Sequence[Row], names: Sequence[str], points: int) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def advise(rows: Sequence[Mapping[str, Any]], rollout_idle: float | None, device
     if not wall_s:
         return Split(0, None, rollout_idle, None, "No step to judge by yet.", warning)
     bubble = min(1.0, wait_s / wall_s)
-    made, trained = (1 - (rollout_idle or 0.0)) * devices.rollout, (1 - bubble) * devices.trainer
-    share = made / (made + trained) if made + trained else None
+    rollout_share, trained = (1 - (rollout_idle or 0.0)) * devices.rollout, (1 - bubble) * devices.trainer
+    share = rollout_share / (rollout_share + trained) if rollout_share + trained else None
     return Split(len(recent), bubble, rollout_idle, share, _words(bubble, rollout_idle, share, devices), warning)
 
 
@@ -196,13 +196,13 @@ def _flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in flat:
         faults.update(row.get("faults", {}))
     episodes = sum(row.get("episodes", 0) for row in flat)
-    said = f"All rewards of each of the last {len(flat)} steps are {'0' if zero else 'equal'}: nothing is learnt"
+    warning = f"All rewards of each of the last {len(flat)} steps are {'0' if zero else 'equal'}: nothing is learnt"
     if not faults:
-        return f"{said}. No episode had a fault: look at what the reward compares (trajectories, penstock rehearse)."
+        return f"{warning}. No episode had a fault: look at what the reward compares (trajectories, penstock rehearse)."
     cause, count = faults.most_common(1)[0]
     if cause.startswith("truncated (turns"):  # a loop may use all its turns by design: the reward is looked at first
-        return f"{said}. Look at what the reward compares (penstock rehearse); {count} of {episodes} are {cause}."
-    return f"{said}. Commonest cause: {cause} ({count} of {episodes} episodes)."
+        return f"{warning}. Look at what the reward compares (penstock rehearse); {count} of {episodes} are {cause}."
+    return f"{warning}. Commonest cause: {cause} ({count} of {episodes} episodes)."
 
 
 def _words(bubble: float, idle: float | None, share: float | None, devices: Devices) -> str:
@@ -223,7 +223,7 @@ def _instead(share: float | None, devices: Devices) -> str:
     if share is None:
         return ""
     total = devices.rollout + devices.trainer
-    wanted = min(total - 1, max(1, round(share * total)))
-    if total < 3 or wanted == devices.rollout:
+    rollouts = min(total - 1, max(1, round(share * total)))
+    if total < 3 or rollouts == devices.rollout:
         return f"; {share:.0%} of the devices for rollouts would balance them"
-    return f"; with the same {total} devices: {wanted} for rollouts, {total - wanted} for training"
+    return f"; with the same {total} devices: {rollouts} for rollouts, {total - rollouts} for training"

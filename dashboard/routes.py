@@ -48,27 +48,27 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
         """Dead letters from the `start`-th oldest on; 409 if the run is not running."""
         folders.run(run)
         async with asyncio.timeout(DEADLINE_S):
-            found = await (await pulse.queue(run)).dead_letters(limit, start)
-        return {"start": start, "letters": [letter_line(letter) for letter in found]}
+            page = await (await pulse.queue(run)).dead_letters(limit, start)
+        return {"start": start, "letters": [letter_line(letter) for letter in page]}
 
     @router.get("/dead-letter", response_model=None)
     async def letter(run: str, episode: str) -> Response:
         """With its journal."""
         config = await asyncio.to_thread(folders.run(run).config)
         async with asyncio.timeout(DEADLINE_S):
-            found = await (await pulse.queue(run)).dead_letter(episode)
-        if found is None:
+            dead_letter = await (await pulse.queue(run)).dead_letter(episode)
+        if dead_letter is None:
             return error_response(404, "episode", f"{episode[:200]}: no such dead letter")
         decode = await asyncio.to_thread(decoder_of, str(config.get("model", "")))
-        return JSONResponse(whole_letter(found, decode))
+        return JSONResponse(whole_letter(dead_letter, decode))
 
     @router.post("/dead-letters/requeue")
-    async def requeue(run: str, asked: Requeue) -> dict[str, str]:
+    async def requeue(run: str, request: Requeue) -> dict[str, str]:
         """Queue the whole group of an episode again, as it was submitted. Needs the token that may write."""
         folders.run(run)
         async with asyncio.timeout(DEADLINE_S):
-            await (await pulse.queue(run)).requeue(asked.episode)
-        return {"queued": asked.episode}
+            await (await pulse.queue(run)).requeue(request.episode)
+        return {"queued": request.episode}
 
     return router
 
@@ -144,8 +144,8 @@ def _add_trajectories(router: APIRouter, folders: RunFolders) -> None:
         files = folders.run(run)
         index = files.index
         pending = index.refresh(REFRESH_S)
-        wanted = Wanted(**page.model_dump(exclude={"offset", "limit"}))
-        total, rows = index.page(wanted, page.offset, page.limit)
+        query = Wanted(**page.model_dump(exclude={"offset", "limit"}))
+        total, rows = index.page(query, page.offset, page.limit)
         trained = sum(row.get("episodes", 0) for row in files.metrics.rows())
         return {"total": total, "trained": trained, "pending": pending, "generation": index.generation, "rows": rows}
 

@@ -112,10 +112,10 @@ class RunFolders:
 
     def names(self) -> list[str]:
         """Return the names of running runs, then of the others, newest first."""
-        found = {path.parent.name: path.stat().st_mtime for path in self._root.glob("*/config.yaml")}
+        modified = {path.parent.name: path.stat().st_mtime for path in self._root.glob("*/config.yaml")}
         living = self._living()
-        names = {name for name in {*found, *living} if NAME.fullmatch(name)}
-        return sorted(names, key=lambda name: (name not in living, -found.get(name, 0.0), name))
+        names = {name for name in {*modified, *living} if NAME.fullmatch(name)}
+        return sorted(names, key=lambda name: (name not in living, -modified.get(name, 0.0), name))
 
     def run(self, name: str) -> RunFiles:
         """Raises `NoSuchRun`."""
@@ -132,7 +132,7 @@ class RunFolders:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
-    return found
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {f"{prefix}{key}": value}
+    return leaves

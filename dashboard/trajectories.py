@@ -140,8 +140,8 @@ def page_record(record: Mapping[str, Any], parser_name: str) -> dict[str, Any]:
         {**segment, "prompt": as_text(segment["prompt"]), "runs": [_run(run, parser) for run in segment["runs"]]}
         for segment in record["segments"]
     ]
-    made: dict[str, Any] = plain({**ABSENT, **record, "segments": segments})
-    return made
+    prepared: dict[str, Any] = plain({**ABSENT, **record, "segments": segments})
+    return prepared
 
 
 def _run(run: Mapping[str, Any], parser: ToolCallParser | None) -> dict[str, Any]:
@@ -225,12 +225,12 @@ class TrajectoryIndex:
             # Another page may write the same index: its rows have other numbers then.
             version = self._database.execute("PRAGMA data_version").fetchone()[0]
             ids = self._matches(query, self.generation, version)
-            wanted = ids[offset : offset + limit]
-            sql = f"SELECT id, {NAMES} FROM episodes WHERE id IN ({', '.join('?' * len(wanted))})"  # noqa: S608 - all ours
+            page_ids = ids[offset : offset + limit]
+            sql = f"SELECT id, {NAMES} FROM episodes WHERE id IN ({', '.join('?' * len(page_ids))})"  # noqa: S608 - all ours
             rows = {
-                number: dict(zip(COLUMNS, row, strict=True)) for number, *row in self._database.execute(sql, wanted)
+                number: dict(zip(COLUMNS, row, strict=True)) for number, *row in self._database.execute(sql, page_ids)
             }
-        return len(ids), [rows[number] for number in wanted if number in rows]
+        return len(ids), [rows[number] for number in page_ids if number in rows]
 
     def _find(self, query: Query, _generation: int, _version: int) -> Sequence[int]:
         """Ids in order. A search reads the text of every episode, half a second for 20,000 of them."""
@@ -243,8 +243,8 @@ class TrajectoryIndex:
         sql = "SELECT file, offset, bytes FROM episodes WHERE episode = ? AND step = ?"
         with self._lock:
             row = self._database.execute(sql, (episode, step)).fetchone()
-        found = _line(self._folder / row["file"], row["offset"], row["bytes"]) if row else None
-        return found if found and found.get("episode_id") == episode else None
+        line = _line(self._folder / row["file"], row["offset"], row["bytes"]) if row else None
+        return line if line and line.get("episode_id") == episode else None
 
     def _forget(self, name: str) -> None:
         self._database.execute("DELETE FROM texts WHERE id IN (SELECT id FROM episodes WHERE file = ?)", (name,))
@@ -299,12 +299,12 @@ def _open(file: str) -> sqlite3.Connection:
 
 def _marks(folder: Path) -> dict[str, str]:
     """Step files by name, each with what changes when it is written again."""
-    found = {}
+    marks = {}
     for path in folder.glob("step_*.jsonl"):
         if STEP_FILE.fullmatch(path.name):
             state = path.stat()
-            found[path.name] = f"{state.st_ino} {state.st_size} {state.st_mtime_ns}"
-    return found
+            marks[path.name] = f"{state.st_ino} {state.st_size} {state.st_mtime_ns}"
+    return marks
 
 
 def _line(path: Path, offset: int, length: int) -> dict[str, Any] | None:
