@@ -59,9 +59,9 @@ def random_expression(rng: Random, profile: Profile) -> str:
         signs = rng.choices("+-*/", profile.signs, k=count)
         if count > 1 and rng.random() < profile.parentheses:
             # never around the whole expression: at least one neighbour stays outside
-            left = rng.randrange(count)
-            right = left + 1 + (rng.random() < 0.3 and count - left > 1 and left > 0)
-            numbers[left] = "(" + numbers[left]
+            first = rng.randrange(count)
+            right = first + 1 + (rng.random() < 0.3 and count - first > 1 and first > 0)
+            numbers[first] = "(" + numbers[first]
             numbers[right] += ")"
         expression = numbers[0] + "".join(sign + number for sign, number in zip(signs, numbers[1:], strict=True))
         if in_range(expression):
@@ -75,8 +75,8 @@ def _operand(rng: Random, profile: Profile) -> str:
         whole = _integer(rng, min(length, 4) - 1) if length > 1 else "0"
         return f"{whole}.{rng.randrange(1, 10**places):0{places}d}"
     if rng.random() < profile.round_number and length > 1:
-        kept = rng.randint(1, length - 1)
-        return _integer(rng, kept) + "0" * (length - kept)
+        nonzero = rng.randint(1, length - 1)
+        return _integer(rng, nonzero) + "0" * (length - nonzero)
     return _integer(rng, length)
 
 

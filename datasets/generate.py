@@ -40,11 +40,11 @@ def materialise(source: str, directory: Path) -> str:
 
 def materialise_all(sources: Sequence[str], directory: Path) -> list[str]:
     """`materialise` of each; both splits of the same options are made once."""
-    made: set[Path] = set()
-    return [_made(source, directory, made) if is_generated(source) else source for source in sources]
+    written: set[Path] = set()
+    return [_made(source, directory, written) if is_generated(source) else source for source in sources]
 
 
-def _made(source: str, directory: Path, made: set[Path]) -> str:
+def _made(source: str, directory: Path, written: set[Path]) -> str:
     if source.startswith(reasoning_gym.PREFIX):
         return str(reasoning_gym.write_tasks(source, directory))
     if source.startswith(HARBOR):
@@ -54,9 +54,9 @@ def _made(source: str, directory: Path, made: set[Path]) -> str:
     name, options = _parsed(source)
     kind, _, split = name.partition("/")
     folder = directory / (f"{kind}-" + "{train}-{eval}-{seed}".format(**options))
-    if folder not in made:
+    if folder not in written:
         GENERATORS[kind](folder, options["train"], options["eval"], options["seed"])
-        made.add(folder)
+        written.add(folder)
     return str(folder / f"{split}.parquet")
 
 

@@ -90,7 +90,7 @@ def _read(annotation: str) -> tuple[str, str]:
 
 
 def _once(expressions: list[str], seen: set[str], split: str, counts: Counter[str]) -> list[str]:
-    kept = [text for text in dict.fromkeys(expressions) if text not in seen]
-    counts[f"{split}_duplicates"] = len(expressions) - len(kept)
-    seen.update(kept)
-    return kept
+    fresh = [text for text in dict.fromkeys(expressions) if text not in seen]
+    counts[f"{split}_duplicates"] = len(expressions) - len(fresh)
+    seen.update(fresh)
+    return fresh

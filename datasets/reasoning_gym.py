@@ -63,9 +63,9 @@ def check_tasks(source: str) -> GymTasks:
     tasks = tuple(name.strip() for name in names.split(","))
     if not all(name.isidentifier() for name in tasks):
         raise BadSpec(f"{source!r}: write {PREFIX}TASK or {PREFIX}TASK,TASK with names of reasoning-gym")
-    given = {name: _value(text) for name, text in parse_qsl(query, keep_blank_values=True)}
-    system, path = str(given.pop("system", "default")), str(given.pop("path", ""))
-    config = {"size": 1000, "seed": 0, **given}
+    options = {name: _value(text) for name, text in parse_qsl(query, keep_blank_values=True)}
+    system, path = str(options.pop("system", "default")), str(options.pop("path", ""))
+    config = {"size": 1000, "seed": 0, **options}
     for name in ("size", "seed"):
         if not isinstance(config[name], int) or isinstance(config[name], bool) or config[name] < (name == "size"):
             raise BadSpec(f"{source!r}: {name} must be a whole number, found {config[name]!r}")
@@ -74,22 +74,22 @@ def check_tasks(source: str) -> GymTasks:
 
 def write_tasks(source: str, directory: Path) -> Path:
     """The Parquet file of its rows below `directory`, tasks taking turns. Raises `BadSpec`."""
-    asked = check_tasks(source)
-    path = directory / asked.name()
-    made = _made(source, asked)
+    spec = check_tasks(source)
+    path = directory / spec.name()
+    problems = _made(source, spec)
     rows = [
-        _row(asked, task, number, made["system"], made["tasks"][place][number])
-        for number in range(asked.config["size"])
-        for place, task in enumerate(asked.tasks)
+        _row(spec, task, number, problems["system"], problems["tasks"][place][number])
+        for number in range(spec.config["size"])
+        for place, task in enumerate(spec.tasks)
     ]
     write_parquet(rows, path)
     return path
 
 
-def _made(source: str, asked: GymTasks) -> dict[str, Any]:
-    question = {"tasks": asked.tasks, "config": dict(asked.config), "system": asked.system}
+def _made(source: str, spec: GymTasks) -> dict[str, Any]:
+    question = {"tasks": spec.tasks, "config": dict(spec.config), "system": spec.system}
     path = os.pathsep.join(
-        filter(None, [str(Path(asked.path).absolute()) if asked.path else "", os.environ.get("PYTHONPATH", "")])
+        filter(None, [str(Path(spec.path).absolute()) if spec.path else "", os.environ.get("PYTHONPATH", "")])
     )
     try:
         done = subprocess.run(
@@ -108,17 +108,17 @@ def _made(source: str, asked: GymTasks) -> dict[str, Any]:
         missing = "No module named 'reasoning_gym'" in words[0]
         fix = ": pip install reasoning-gym, or give its folder as path=FOLDER" if missing else ""
         raise BadSpec(f"{source!r}: {words[0]}{fix}")
-    made: dict[str, Any] = json.loads(done.stdout)
-    return made
+    problems: dict[str, Any] = json.loads(done.stdout)
+    return problems
 
 
-def _row(asked: GymTasks, task: str, number: int, system: str, entry: tuple[str, str]) -> Row:
+def _row(spec: GymTasks, task: str, number: int, system: str, entry: tuple[str, str]) -> Row:
     question, answer = entry
     return {
         "data_source": f"reasoning_gym/{task}",
         "prompt": [{"role": "system", "content": system.strip()}, {"role": "user", "content": question}],
         "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {"task": task, "config": json.dumps(dict(asked.config)), "number": number},
+        "extra_info": {"task": task, "config": json.dumps(dict(spec.config)), "number": number},
     }
 
 

@@ -124,10 +124,10 @@ class Checker:
         async def check_in_turn(folder: Path) -> CheckedTask:
             nonlocal ended
             async with self._turns:
-                found = await self._check(folder)
+                result = await self._check(folder)
             ended += 1
-            self._report(f"{ended} of {len(folders)}: {found.task}: {found.problem or 'sound'}")
-            return found
+            self._report(f"{ended} of {len(folders)}: {result.task}: {result.problem or 'sound'}")
+            return result
 
         return list(await asyncio.gather(*map(check_in_turn, folders)))
 
@@ -190,8 +190,8 @@ def digest_of(folder: Path) -> str:
 
 def select(folder: Path, names: Sequence[str]) -> list[Path]:
     """The tasks' folders, those of `names` alone where it is not empty. Raises `HarborTaskError`."""
-    found = find_task_folders(folder)
-    unknown = sorted(set(names) - {one.name for one in found})
+    folders = find_task_folders(folder)
+    unknown = sorted(set(names) - {one.name for one in folders})
     if unknown:
-        raise HarborTaskError(f"{folder} has no task {unknown[0]}; it has {', '.join(one.name for one in found)}")
-    return [one for one in found if not names or one.name in names]
+        raise HarborTaskError(f"{folder} has no task {unknown[0]}; it has {', '.join(one.name for one in folders)}")
+    return [one for one in folders if not names or one.name in names]

@@ -91,9 +91,9 @@ def _placed(fields: Fields, places: Places) -> Fields:
     command = {"test_command": places.test_command} if places.test_command else {}
     if places.repositories is None:
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", str(fields["instance_id"]))
-        found = {**fields, "sandbox_image": places.image.format(id=name), "image_folder": "/testbed", **command}
-        found.pop("base_commit", None)  # the image has its files
-        return found
+        row = {**fields, "sandbox_image": places.image.format(id=name), "image_folder": "/testbed", **command}
+        row.pop("base_commit", None)  # the image has its files
+        return row
     if "base_commit" not in fields:
         raise BadRow("field 'base_commit' is missing: without it only an image has the repository")
     folder = places.repositories / str(fields["repo"]).replace("/", "__")

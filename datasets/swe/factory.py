@@ -44,8 +44,8 @@ def without_tests(data: bytes, names: Collection[Name]) -> bytes | None:
         source = Source(data)
     except ValueError:
         return None
-    found = {name: function for name, function in functions(source.tree) if name in names}
-    if set(found) != set(names):
+    removed = {name: function for name, function in functions(source.tree) if name in names}
+    if set(removed) != set(names):
         return None
     gone = {id(function) for name, function in functions(source.tree) if name in names}
     lines = data.decode().split("\n")
@@ -177,11 +177,11 @@ class Factory:
             listed = await environment.run(command, self._quick.tests_timeout_s)
         finally:
             await environment.close()
-        found = tuple(re.findall(r"^\S.*\.py::.+$", listed.stdout, re.MULTILINE))
-        if not found:
-            said = (listed.stdout + listed.stderr)[-2000:]
-            raise PackageError(f"package {self._package.name}: pytest finds no tests in a box:\n{said}")
-        return found
+        tests = tuple(re.findall(r"^\S.*\.py::.+$", listed.stdout, re.MULTILINE))
+        if not tests:
+            output = (listed.stdout + listed.stderr)[-2000:]
+            raise PackageError(f"package {self._package.name}: pytest finds no tests in a box:\n{output}")
+        return tests
 
     # mutants -------------------------------------------------------------------------------------------------------
     async def _take(
@@ -198,8 +198,8 @@ class Factory:
         while waiting and len(tasks) < self._settings.count:
             waiting = [one for one in waiting if per_function[_function_of(one)] < self._settings.per_function]
             wave, waiting = waiting[: self._settings.concurrency], waiting[self._settings.concurrency :]
-            made = await gather_or_cancel([self._try(mutation, probe, mutants) for mutation in wave])
-            for mutation, task in zip(wave, made, strict=True):
+            results = await gather_or_cancel([self._try(mutation, probe, mutants) for mutation in wave])
+            for mutation, task in zip(wave, results, strict=True):
                 free = per_function[_function_of(mutation)] < self._settings.per_function
                 if task is not None and free and len(tasks) < self._settings.count:
                     tasks.append(task)
@@ -212,22 +212,22 @@ class Factory:
         broken = {**self._package.files, mutation.path: mutation.apply(self._package.files[mutation.path])}
         name = _name_of(mutation)
         patch = mutants.diff(probe.base_commit or "", mutants.commit(name, broken))
-        found = await grade(self._sandbox, replace(probe, instance_id=name), patch, self._quick)
-        verdict = self._verdict(probe, found)
+        result = await grade(self._sandbox, replace(probe, instance_id=name), patch, self._quick)
+        verdict = self._verdict(probe, result)
         self._counts.update(["tried", verdict])
         if verdict != "killed":
             return None
-        fields = self._build(mutation, broken, probe, found)
+        fields = self._build(mutation, broken, probe, result)
         proof = await check_task(self._sandbox, SweTask.from_row(fields, self._out), self._settings.limits)
         if proof.problems:
             self._counts["unsound"] += 1
             return None
         return fields
 
-    def _verdict(self, probe: SweTask, found: Grade) -> str:
+    def _verdict(self, probe: SweTask, result: Grade) -> str:
         """A mutant that hangs, or keeps a file from being imported, says too little of what is wrong."""
-        outcomes = [found.outcomes[test] for test in probe.fail_to_pass]
-        if found.doubt or set(outcomes) - {"passed", "failed"}:
+        outcomes = [result.outcomes[test] for test in probe.fail_to_pass]
+        if result.doubt or set(outcomes) - {"passed", "failed"}:
             return "unclear"
         failed = outcomes.count("failed")
         if not failed:
@@ -235,9 +235,9 @@ class Factory:
         return "killed" if failed <= self._settings.max_share * len(outcomes) else "too_much"
 
     # tasks ---------------------------------------------------------------------------------------------------------
-    def _build(self, mutation: Mutation, broken: dict[str, bytes], probe: SweTask, found: Grade) -> Fields:
+    def _build(self, mutation: Mutation, broken: dict[str, bytes], probe: SweTask, result: Grade) -> Fields:
         """Four trees: the broken package without the tests that fail, with them, and repaired without them."""
-        killed = [test for test in probe.fail_to_pass if found.outcomes[test] == "failed"]
+        killed = [test for test in probe.fail_to_pass if result.outcomes[test] == "failed"]
         name = f"{self._package.name}__{_name_of(mutation)}"
         hidden = _without(broken, killed)
         base = self._store.commit(name, hidden)
@@ -256,9 +256,9 @@ class Factory:
             "repository": str(self._store.folder.relative_to(self._out)),
             "packages": "packages",
             "base_commit": base,
-            "problem_statement": problem_statement(self._package.name, killed, found.output),
+            "problem_statement": problem_statement(self._package.name, killed, result.output),
             "FAIL_TO_PASS": killed,
-            "PASS_TO_PASS": [test for test in probe.fail_to_pass if found.outcomes[test] == "passed"],
+            "PASS_TO_PASS": [test for test in probe.fail_to_pass if result.outcomes[test] == "passed"],
             "test_patch": test_patch.decode(),
             "patch": patch.decode(),
             "test_command": task.test_command,
@@ -291,15 +291,15 @@ def _name_of(mutation: Mutation) -> str:
 
 def _without(files: dict[str, bytes], tests: Sequence[str]) -> dict[str, bytes]:
     """Without the functions of these tests; a file whose functions cannot be told apart goes as a whole."""
-    left = dict(files)
+    remaining = dict(files)
     for path in dict.fromkeys(test.partition("::")[0] for test in tests):
         names = {function_of(test) for test in tests if test.startswith(f"{path}::")}
         rest = without_tests(files[path], names)
         if rest is None:
-            del left[path]
+            del remaining[path]
         else:
-            left[path] = rest
-    return left
+            remaining[path] = rest
+    return remaining
 
 
 def _with(hidden: dict[str, bytes], files: dict[str, bytes], tests: Sequence[str]) -> dict[str, bytes]:

@@ -32,7 +32,7 @@ def box_config(backend: str, image: str, concurrency: int) -> SandboxConfig:
 
 
 async def make_tasks(
-    wanted: Wanted, out: Path, sandbox: Sandbox, settings: FactorySettings, report: Report = lambda text: None
+    request: Wanted, out: Path, sandbox: Sandbox, settings: FactorySettings, report: Report = lambda text: None
 ) -> list[str]:
     """Returns what was written, a line per file and package. Closes the sandbox.
 
@@ -42,20 +42,20 @@ async def make_tasks(
     """
     try:
         write_box_packages(out / "packages")
-        made: list[Fields] = []
+        rows: list[Fields] = []
         lines: list[str] = []
-        for index, given in enumerate(wanted.packages):
-            package = read_package(given, wanted.tests[index] if index < len(wanted.tests) else None)
-            found = await Factory(package, sandbox, out, settings).make(report)
-            made += found.tasks
+        for index, name in enumerate(request.packages):
+            package = read_package(name, request.tests[index] if index < len(request.tests) else None)
+            result = await Factory(package, sandbox, out, settings).make(report)
+            rows += result.tasks
             licence = package.licence or "licence not stated"
-            lines.append(f"{package.name} {package.version} ({licence}): {_told(found.counts)}")
+            lines.append(f"{package.name} {package.version} ({licence}): {_told(result.counts)}")
     finally:
         await sandbox.close()
-    if not made:
+    if not rows:
         raise PackageError("no task came of these packages: their tests notice none of the mistakes")
-    random.Random(settings.seed).shuffle(made)  # one after the other, packages would be learnt one after the other
-    splits = {"test": made[: wanted.evaluation], "train": made[wanted.evaluation :]}
+    random.Random(settings.seed).shuffle(rows)  # one after the other, packages would be learnt one after the other
+    splits = {"test": rows[: request.evaluation], "train": rows[request.evaluation :]}
     for split, tasks in splits.items():
         if tasks:
             lines.append(f"{write_split(tasks, out, split)}: {len(tasks)} tasks")
@@ -81,15 +81,15 @@ async def check_tasks(
         tasks = load_tasks(path)[: limit or None]
         for number, task in enumerate(tasks, start=1):
             report(f"{number} of {len(tasks)}: {task.instance_id} …")
-            found = await check_task(sandbox, task, times=times)
-            problems += [f"{task.instance_id}: {problem}" for problem in found.problems]
-            report(f"{number} of {len(tasks)}: {task.instance_id} {_verdict(found)}")
+            result = await check_task(sandbox, task, times=times)
+            problems += [f"{task.instance_id}: {problem}" for problem in result.problems]
+            report(f"{number} of {len(tasks)}: {task.instance_id} {_verdict(result)}")
     finally:
         await sandbox.close()
     return problems
 
 
-def _verdict(found: TaskCheck) -> str:
+def _verdict(result: TaskCheck) -> str:
     """Tests that code may cheat are named and do not make a task unsound."""
-    cheats = f"; open to cheats: {', '.join(found.open_to_cheats)}" if found.open_to_cheats else ""
-    return ("; ".join(found.problems) or "sound") + cheats
+    cheats = f"; open to cheats: {', '.join(result.open_to_cheats)}" if result.open_to_cheats else ""
+    return ("; ".join(result.problems) or "sound") + cheats

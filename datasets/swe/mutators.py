@@ -231,14 +231,14 @@ def mutations(path: str, data: bytes) -> list[Mutation]:
     except ValueError:
         return []
     before = ast.dump(source.tree)
-    found = [
+    candidates = [
         Mutation(path, ".".join(name), kind, getattr(node, "lineno", function.lineno), edit)
         for name, function in functions(source.tree)
         for node in (function, *(node for statement in function.body for node in _walk(statement)))
         for kind, mutator in MUTATORS.items()
         for edit in mutator(node, source)
     ]
-    return [one for one in dict.fromkeys(found) if _is_another(one.apply(data), before)]
+    return [one for one in dict.fromkeys(candidates) if _is_another(one.apply(data), before)]
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:

@@ -81,21 +81,21 @@ class Package:
         return any(path.endswith(".py") and _is_about_tests(path) for path in self.files)
 
 
-def read_package(given: str, tests: Path | None = None) -> Package:
-    """`given` is a folder (an unpacked sdist, a checkout) or the import name of an installed package.
+def read_package(source: str, tests: Path | None = None) -> Package:
+    """`source` is a folder (an unpacked sdist, a checkout) or the import name of an installed package.
 
     `tests` is a folder that becomes its ``tests/``. Raises `PackageError`.
     """
-    folder = Path(given)
-    package = _of_folder(folder) if folder.is_dir() else _of_installed(given)
+    folder = Path(source)
+    package = _of_folder(folder) if folder.is_dir() else _of_installed(source)
     if tests is not None:
         if not tests.is_dir():
             raise PackageError(f"--tests {tests}: no such folder")
         package.files.update({f"tests/{path}": data for path, data in _read(tests)})
     if not package.sources:
-        raise PackageError(f"package {given}: no Python files besides tests")
+        raise PackageError(f"package {source}: no Python files besides tests")
     if not package.has_tests:
-        raise PackageError(f"package {given} brings no tests along; give a folder of them with --tests")
+        raise PackageError(f"package {source} brings no tests along; give a folder of them with --tests")
     return package
 
 
@@ -109,13 +109,13 @@ def _of_folder(folder: Path) -> Package:
 
 def _of_installed(name: str) -> Package:
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:
         raise PackageError(f"--package {name}: neither a folder nor an installed package: {error}") from error
-    if found is None or found.origin is None:
+    if spec is None or spec.origin is None:
         raise PackageError(f"--package {name}: neither a folder nor an installed package; pip install it first")
-    origin = Path(found.origin)
-    if found.submodule_search_locations:
+    origin = Path(spec.origin)
+    if spec.submodule_search_locations:
         files = {f"{name}/{path}": data for path, data in _read(origin.parent)}
     else:
         files = {origin.name: origin.read_bytes()}
@@ -161,8 +161,8 @@ def _is_about_tests(path: str) -> bool:
 
 
 def _field(about: str, key: str) -> str:
-    found = re.search(rf"^{key}: (.*)$", about, re.MULTILINE)
-    return found[1].strip() if found else ""
+    match = re.search(rf"^{key}: (.*)$", about, re.MULTILINE)
+    return match[1].strip() if match else ""
 
 
 def _plain(name: str) -> str:

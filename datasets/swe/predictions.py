@@ -24,7 +24,7 @@ def export_predictions(folder: Path, out: Path, model: str, sample: int = 0) -> 
     by_instance: dict[str, list[Fields]] = {}
     for fields in _recorded(folder):
         by_instance.setdefault(str(fields["instance_id"]), []).append(fields)
-    chosen = {name: found[sample] for name, found in by_instance.items() if sample < len(found)}
+    chosen = {name: samples[sample] for name, samples in by_instance.items() if sample < len(samples)}
     if not chosen:
         raise BadFile(f"{folder}: no instance has a sample {sample}")
     out.parent.mkdir(parents=True, exist_ok=True)
