@@ -51,11 +51,11 @@ class FinishResult:
     """True if the episode failed and the queue leases it again."""
 
 
-async def finish(episode: GatewaySession, wanted: Outcome | None) -> FinishResult:
+async def finish(episode: GatewaySession, requested: Outcome | None) -> FinishResult:
     """Completes or fails the episode in the queue; cancels answers in progress.
 
     Args:
-        wanted: the outcome; None: by the last answer.
+        requested: the outcome; None: by the last answer.
 
     Raises:
         Conflict, NotNow: the episode stays open.
@@ -66,7 +66,7 @@ async def finish(episode: GatewaySession, wanted: Outcome | None) -> FinishResul
     await episode.in_flight.ended()
     try:
         await episode.refresh()
-        outcome = outcome_of(episode, wanted)
+        outcome = outcome_of(episode, requested)
         return await (_complete(episode, outcome) if outcome.may_carry_reward else fail(episode, outcome))
     except (Conflict, NotNow):
         episode.reopen()
@@ -141,14 +141,14 @@ def _client_error(episode: GatewaySession, error: QueueError) -> Exception:
     return NotNow(f"the queue: {error}")
 
 
-def outcome_of(episode: GatewaySession, wanted: Outcome | None) -> Outcome:
+def outcome_of(episode: GatewaySession, requested: Outcome | None) -> Outcome:
     """The client's outcome, except that an episode out of turns or tokens is truncated; None: by the last answer."""
-    if wanted is not None and wanted.kind is not OutcomeKind.COMPLETED:
-        return wanted
+    if requested is not None and requested.kind is not OutcomeKind.COMPLETED:
+        return requested
     if reason := episode.facts.get("truncated"):
         return Outcome(OutcomeKind.TRUNCATED, reason)
     last = last_turn(episode)
-    if wanted is not None or last is None or last.choice.finish_reason != "length":
+    if requested is not None or last is None or last.choice.finish_reason != "length":
         return COMPLETED
     # An answer as long as its client's `max_tokens` is whole; otherwise a limit of the run ended it.
     own = request_of(last).sampling.get("max_new_tokens")

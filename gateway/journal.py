@@ -119,9 +119,9 @@ def recorded_choice(turn: Turn, request: CompletionRequest, head: AnswerHead, de
     return read_answer(request, head, turn.choice.index, detokenizer, answer)
 
 
-def _ask_of(asked: str, match: PrefixMatch) -> CompletionRequest:
+def _ask_of(packed: str, match: PrefixMatch) -> CompletionRequest:
     api: Api
-    api, sampling, n, stop, tool_choice, parallel = json.loads(asked)
+    api, sampling, n, stop, tool_choice, parallel = json.loads(packed)
     return CompletionRequest(
         api=api,
         model="",
@@ -199,8 +199,8 @@ class SessionJournal:
     @property
     def score(self) -> KeptScore | None:
         """The reward function's, as journaled last; what it scored may have been continued since."""
-        kept = self.facts.get(SCORE)
-        return KeptScore(**kept) if kept else None
+        recorded = self.facts.get(SCORE)
+        return KeptScore(**recorded) if recorded else None
 
     async def keep_score(self, score: KeptScore) -> None:
         """Raises `QueueError`."""

@@ -48,11 +48,11 @@ class RecordingTransport(httpx2.AsyncBaseTransport):
             return httpx2.Response(200, json=self._models(path))
         if request.method != "POST" or path not in ROUTES:
             raise NoEpisode(f"{request.method} {path} is not available to agents")
-        asked = ROUTES[path].parse(parse_json(body))
-        call = await self._episode.answer(asked, retried=is_retry(request.headers))
-        if not asked.stream:
-            return httpx2.Response(200, json=ROUTES[path].answer(asked, call.head, await call.whole()))
-        events = await stream(asked, call)
+        completion = ROUTES[path].parse(parse_json(body))
+        call = await self._episode.answer(completion, retried=is_retry(request.headers))
+        if not completion.stream:
+            return httpx2.Response(200, json=ROUTES[path].answer(completion, call.head, await call.whole()))
+        events = await stream(completion, call)
         return httpx2.Response(
             200, headers={"content-type": "text/event-stream"}, content=self._watched(events.body_iterator, call)
         )

@@ -245,9 +245,9 @@ class PrefixTree:
         if match.prompt is None:
             self._after.setdefault(self._key_after(turn), []).append(turn)
 
-    def answers(self, match: PrefixMatch, asked: str) -> list[Turn]:
+    def answers(self, match: PrefixMatch, request: str) -> list[Turn]:
         """The choices of the newest equal request on the same context."""
-        turns = self._answers.get((match.asked, asked), [])
+        turns = self._answers.get((match.asked, request), [])
         return [turn for turn in turns if turn.answer_id == turns[-1].answer_id]
 
     def _key_after(self, turn: Turn) -> str:

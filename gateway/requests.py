@@ -134,21 +134,21 @@ class InFlightAnswers:
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
 
-    def add(self, asked: Asked, call: PendingAnswer) -> None:
-        self._calls.setdefault(asked, []).append(call)
+    def add(self, key: Asked, call: PendingAnswer) -> None:
+        self._calls.setdefault(key, []).append(call)
 
     def remove(self, call: PendingAnswer) -> None:
-        left = {asked: [one for one in calls if one is not call] for asked, calls in self._calls.items()}
-        self._calls = {asked: calls for asked, calls in left.items() if calls}
+        remaining = {key: [one for one in calls if one is not call] for key, calls in self._calls.items()}
+        self._calls = {key: calls for key, calls in remaining.items() if calls}
 
-    async def to_join(self, asked: Asked, request: CompletionRequest, *, retried: bool) -> PendingAnswer | None:
+    async def to_join(self, key: Asked, request: CompletionRequest, *, retried: bool) -> PendingAnswer | None:
         """The answer that this request may share; None: it gets its own.
 
         An answer without readers was abandoned by its client and is shared; with readers only if the client marks this
         request as a retry, otherwise it is a further sample of the same context. One that was asked for in another form
         (log-probabilities, the prompt repeated) is awaited instead, and then found in the journal.
         """
-        for call in list(self._calls.get(asked, [])):
+        for call in list(self._calls.get(key, [])):
             if not retried and call.readers:
                 continue
             form = (request.logprobs, request.echo_prompt)

@@ -121,9 +121,11 @@ def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRout
         @_with_refusals
         async def ask(request: Request, handle: str) -> Response:
             """Answers like the API's own route. The answer is recorded before it ends."""
-            asked = await parse_body(wire.parse, await request.body())
+            completion = await parse_body(wire.parse, await request.body())
             episode = await find(handle)
-            return await respond(request, asked, await episode.answer(asked, retried=is_retry(request.headers)))
+            return await respond(
+                request, completion, await episode.answer(completion, retried=is_retry(request.headers))
+            )
 
     for wire in WIRES.values():
         add(wire)
@@ -133,8 +135,8 @@ def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRout
     @_with_refusals
     async def count_tokens(request: Request, handle: str) -> Response:
         """Tokens that the model would be fed for these messages; nothing is sampled."""
-        asked = await parse_body(parse_count_tokens, await request.body())
-        return JSONResponse({"input_tokens": await (await find(handle)).count(asked)})
+        prompt = await parse_body(parse_count_tokens, await request.body())
+        return JSONResponse({"input_tokens": await (await find(handle)).count(prompt)})
 
     def described(request: Request, episode: GatewaySession, name: str) -> dict[str, Any]:
         if errors_for(request.scope) is ANTHROPIC_ERRORS:

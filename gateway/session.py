@@ -282,15 +282,15 @@ class TokenBudget:
         self._turns = 0
         self._tokens = 0
 
-    def take(self, answers: int, wanted: int, fed: int) -> Reservation | Outcome:
-        """Reserves `answers` answers of up to `wanted` tokens after `fed` new context tokens; else the outcome."""
+    def take(self, answers: int, limit: int, fed: int) -> Reservation | Outcome:
+        """Reserves `answers` answers of up to `limit` tokens after `fed` new context tokens; else the outcome."""
         if self._budget.turns_left - self._turns < answers:
             return TRUNCATED_TURNS
-        left = self._budget.tokens_left - self._tokens - fed
+        remaining = self._budget.tokens_left - self._tokens - fed
         limits = []
         for _ in range(answers):
-            limits.append(min(wanted, left))
-            left -= limits[-1]
+            limits.append(min(limit, remaining))
+            remaining -= limits[-1]
         if limits[-1] < 1:
             return TRUNCATED_LENGTH
         self._turns += answers
@@ -327,8 +327,8 @@ def _watch(call: PendingAnswer, reader: AnswerReader, index: int) -> Watch:
     def watch(chunk: Chunk) -> int | None:
         taken = len(reader.token_ids)
         call.show(index, reader.feed(chunk.token_ids, chunk.logprobs))
-        kept = len(reader.token_ids) - taken
-        ends_here = reader.stopped and (kept < len(chunk.token_ids) or chunk.finish_reason != "stop")
-        return kept if ends_here else None
+        accepted = len(reader.token_ids) - taken
+        ends_here = reader.stopped and (accepted < len(chunk.token_ids) or chunk.finish_reason != "stop")
+        return accepted if ends_here else None
 
     return watch

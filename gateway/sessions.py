@@ -178,10 +178,10 @@ class SessionManager:
                     await self._look_at(episode)
 
     async def _renew(self) -> None:
-        held = {episode.lease.episode_id: episode for episode in self._open.values()}
-        lost = await self.context.queue.renew([episode.lease for episode in held.values()]) if held else []
+        episodes = {episode.lease.episode_id: episode for episode in self._open.values()}
+        lost = await self.context.queue.renew([episode.lease for episode in episodes.values()]) if episodes else []
         for episode_id in lost:
-            held[episode_id].end("the lease is lost: the episode has ended elsewhere, or it was leased anew")
+            episodes[episode_id].end("the lease is lost: the episode has ended elsewhere, or it was leased anew")
 
     async def _look_at(self, episode: GatewaySession) -> None:
         """Forgets a session that is gone; fails one that must end, unless another server serves it by now."""
@@ -279,12 +279,12 @@ def episode_key(token: str, handle: str) -> str:
     return hmac.new(token.encode(), b"episode:" + handle.encode(), hashlib.sha256).hexdigest()
 
 
-def opens(token: str, path: str, given: str) -> bool:
-    """Return True if `given` is the key of the episode whose ``/v1/`` holds `path`; compared in constant time."""
+def opens(token: str, path: str, token_sent: str) -> bool:
+    """Return True if `token_sent` is the key of the episode whose ``/v1/`` holds `path`; compared in constant time."""
     if not path.startswith(PREFIX):
         return False
     handle, _, route = path[len(PREFIX) :].partition("/")
-    return bool(handle) and route.startswith("v1/") and same_token(given, episode_key(token, handle))
+    return bool(handle) and route.startswith("v1/") and same_token(token_sent, episode_key(token, handle))
 
 
 class ApiKeyHeader:
@@ -298,6 +298,6 @@ class ApiKeyHeader:
         if key and not bearer_token(header(scope, b"authorization")):
             (sent,) = bearer_headers(key.decode("utf-8", "surrogateescape")).values()
             others = [one for one in scope["headers"] if one[0] != b"authorization"]
-            given = (b"authorization", sent.encode("utf-8", "surrogateescape"))
-            scope = {**scope, "headers": [*others, given]}
+            authorization = (b"authorization", sent.encode("utf-8", "surrogateescape"))
+            scope = {**scope, "headers": [*others, authorization]}
         await self.app(scope, receive, send)

@@ -105,14 +105,14 @@ class ProgramBox:
 
     async def collect(self, paths: Sequence[str]) -> dict[str, str]:
         """Up to `MAX_FILE_BYTES` of each file that is there, as text. Raises `SandboxError`."""
-        found = {}
+        texts = {}
         for path in paths:
             try:
                 data = await self.session.read_file(posixpath.join(*self._place(path)), MAX_FILE_BYTES)
             except OSError:
                 continue
-            found[path] = data.decode("utf-8", "replace")
-        return found
+            texts[path] = data.decode("utf-8", "replace")
+        return texts
 
     def _place(self, path: str) -> tuple[str, str]:
         """(folder, path in it)"""

@@ -139,8 +139,10 @@ class CommandLoop(RecordedLoop):
         recorded = self.recorded
         if last_turn(recorded) is None:
             refused = f"; its last request was refused: {recorded.last_refusal}" if recorded.last_refusal else ""
-            asked = "every request of the program failed" if recorded.requests else "the program never asked the model"
-            raise InfraFailure("agent", f"{asked}{refused}; {recorded.cause or end.describe()}")
+            problem = (
+                "every request of the program failed" if recorded.requests else "the program never asked the model"
+            )
+            raise InfraFailure("agent", f"{problem}{refused}; {recorded.cause or end.describe()}")
         outcome = self._outcome(end, settings)
         self.check_replayed()
         result = end.result

@@ -37,8 +37,8 @@ BEYOND_BUDGET = 8
 class CommandSession(GatewaySession):
     """Knows what went wrong with the program's requests."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         self.stop = asyncio.Event()
         """Set where the program is to end now."""
         self.cause = ""
@@ -134,8 +134,8 @@ class EpisodeEndpoint:
         episode = f"http://127.0.0.1:{port}{PREFIX}{self._handle}"
         return f"{episode}/v1", episode
 
-    def _opens(self, path: str, given: str) -> bool:
-        return path.startswith(f"{PREFIX}{self._handle}/v1/") and same_token(given, self.key)
+    def _opens(self, path: str, token: str) -> bool:
+        return path.startswith(f"{PREFIX}{self._handle}/v1/") and same_token(token, self.key)
 
     def find(self, handle: str) -> GatewaySession:
         """Raises `NoEpisode` unless `handle` is this endpoint's own."""

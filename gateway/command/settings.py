@@ -57,7 +57,7 @@ class CommandSettings(BaseModel):
 class Placeholders:
     """Values by name: those of the endpoint, the task's messages, and the plain columns of its row."""
 
-    def __init__(self, task: Task, given: Mapping[str, str]) -> None:
+    def __init__(self, task: Task, extra: Mapping[str, str]) -> None:
         columns = {name: str(value) for name, value in task.extra_info.items() if isinstance(value, str | int | float)}
         self._values = {
             **columns,
@@ -65,7 +65,7 @@ class Placeholders:
             "prompt": "\n\n".join(texts_of(task.messages, "user")),
             "system": "\n\n".join(texts_of(task.messages, "system")),
             "messages": json.dumps(list(task.messages), ensure_ascii=False, default=str),
-            **given,
+            **extra,
         }
 
     def fill(self, text: str, where: str, *, quoted: bool = False, code: bool = False) -> str:
@@ -76,11 +76,11 @@ class Placeholders:
             code: `text` may have other names in braces, which stay.
         """
 
-        def value(found: re.Match[str]) -> str:
-            name = found[1]
+        def value(match: re.Match[str]) -> str:
+            name = match[1]
             if name not in self._values:
                 if code:
-                    return found[0]
+                    return match[0]
                 raise InfraFailure(
                     "loop", f"agent.settings.{where}: {{{name}}} is no placeholder{nearest(name, self._values)}"
                 )
@@ -108,15 +108,15 @@ def texts_of(messages: Sequence[Mapping[str, Any]], role: str) -> list[str]:
 
 def files_of(task: Task) -> dict[str, bytes]:
     """The row's own files. Raises `InfraFailure` naming what is wrong."""
-    given = task.extra_info.get(FILES) or {}
-    if isinstance(given, str):
+    column = task.extra_info.get(FILES) or {}
+    if isinstance(column, str):
         try:
-            given = json.loads(given)
+            column = json.loads(column)
         except ValueError as error:
             raise InfraFailure("task", f"column {FILES} of {task.task_id} is no JSON: {error}") from error
-    if not isinstance(given, Mapping):
+    if not isinstance(column, Mapping):
         raise InfraFailure("task", f"column {FILES} of {task.task_id} must map paths to texts")
-    files = {str(path): content for path, content in given.items() if content is not None}
+    files = {str(path): content for path, content in column.items() if content is not None}
     for path, content in files.items():
         if not isinstance(content, str | bytes):
             raise InfraFailure("task", f"column {FILES} of {task.task_id}: {path} is no text")

@@ -302,14 +302,14 @@ COUNT_FIELDS = BodyFields(CountBody, harmless=UNREAD | OF_SAMPLING, refused=NOT_
 
 def parse_messages(body: Any, *, images: bool = False) -> CompletionRequest:
     """Raises `InvalidRequest` naming the field. `images`: the model takes image blocks."""
-    asked = FIELDS.read(body)
+    prompt = FIELDS.read(body)
     return _request(
-        asked,
+        prompt,
         images,
-        sampling=sampling_of(asked, asked.max_tokens),
+        sampling=sampling_of(prompt, prompt.max_tokens),
         limit_is_bound=True,
-        stop=tuple(asked.stop_sequences or ()),
-        stream=bool(asked.stream),
+        stop=tuple(prompt.stop_sequences or ()),
+        stream=bool(prompt.stream),
     )
 
 
@@ -318,17 +318,17 @@ def parse_count_tokens(body: Any, *, images: bool = False) -> CompletionRequest:
     return _request(COUNT_FIELDS.read(body), images)
 
 
-def _request(asked: MessagesPrompt, images: bool, **sampling: Any) -> CompletionRequest:
-    functions = [tool.function for tool in asked.tools or []]
+def _request(prompt: MessagesPrompt, images: bool, **sampling: Any) -> CompletionRequest:
+    functions = [tool.function for tool in prompt.tools or []]
     check_names(functions)
-    choice = asked.tool_choice or ChoiceOfTools(type="auto")
+    choice = prompt.tool_choice or ChoiceOfTools(type="auto")
     check_tool_choice(choice.type if choice.name is None else choice)
-    if asked.output_config is not None and asked.output_config.format is not None:
+    if prompt.output_config is not None and prompt.output_config.format is not None:
         raise InvalidRequest("output_config.format", f"is not supported here: {UNCONSTRAINED}", "unsupported_parameter")
     return CompletionRequest(
         api="messages",
-        model=asked.model,
-        messages=plain_turns(asked.system, asked.messages, images=images),
+        model=prompt.model,
+        messages=plain_turns(prompt.system, prompt.messages, images=images),
         tools=tuple(tool_schema(function) for function in functions),
         tool_choice="none" if choice.type == "none" else "auto",
         parallel_tool_calls=choice.disable_parallel_tool_use is not True,

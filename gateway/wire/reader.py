@@ -127,9 +127,9 @@ class AnswerReader:
             return
         before = len(self._held)
         self._held += piece
-        found = _first_of(self._request.stop, self._held, before)
-        if found is not None:
-            at, self._stop_string = found
+        match = _first_of(self._request.stop, self._held, before)
+        if match is not None:
+            at, self._stop_string = match
             self._held = self._held[:at]
             self.stopped = True
         elif self._one_call and self._of.syntax.one_is_whole(self._held):
@@ -163,8 +163,8 @@ def read_answer(
 
 def _first_of(words: Sequence[str], text: str, before: int) -> tuple[int, str] | None:
     """(start, word) of the first of `words` that ends after `before`; None: there is none."""
-    found = [(text.find(word, max(0, before - len(word) + 1)), word) for word in words]
-    return min((one for one in found if one[0] >= 0), key=lambda one: one[0], default=None)
+    places = [(text.find(word, max(0, before - len(word) + 1)), word) for word in words]
+    return min((one for one in places if one[0] >= 0), key=lambda one: one[0], default=None)
 
 
 def _longest_beginning(words: Sequence[str], text: str) -> int:
@@ -266,11 +266,11 @@ class TextStream:
         broken = text.endswith(UNSETTLED)
         if broken and len(self._window) <= 2 * WINDOW_IDS:
             return
-        for kept in range(1 if broken else CONTEXT_IDS, WINDOW_IDS):
-            after = self._decode(self._window[-kept:])
-            fits = self._decode(self._window[:-kept]) + after == text if broken else text.endswith(after)
+        for size in range(1 if broken else CONTEXT_IDS, WINDOW_IDS):
+            after = self._decode(self._window[-size:])
+            fits = self._decode(self._window[:-size]) + after == text if broken else text.endswith(after)
             if after and fits:
-                self._window = self._window[-kept:]
+                self._window = self._window[-size:]
                 self._shown -= len(text) - len(after)
                 return
 

@@ -199,38 +199,38 @@ def parse_response(body: Any, *, images: bool = False) -> CompletionRequest:
     `messages` of the result are this request's alone; the caller adds those of `previous_response_id` before them, and
     `instructions`, as a system message, before all.
     """
-    asked = FIELDS.read(body)
-    tools = asked.tools or []
+    request = FIELDS.read(body)
+    tools = request.tools or []
     check_names(tools)
-    check_tool_choice(asked.tool_choice)
+    check_tool_choice(request.tool_choice)
     repeated = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user")
     return CompletionRequest(
         api="responses",
-        model=asked.model,
-        messages=_messages(asked, images),
+        model=request.model,
+        messages=_messages(request, images),
         tools=tuple(tool_schema(tool) for tool in tools),
-        tool_choice=asked.tool_choice or "auto",
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
-        sampling=sampling_of(asked, asked.max_output_tokens),
-        logprobs=LOGPROBS in (asked.include or []),
-        stream=bool(asked.stream),
+        tool_choice=request.tool_choice or "auto",
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        sampling=sampling_of(request, request.max_output_tokens),
+        logprobs=LOGPROBS in (request.include or []),
+        stream=bool(request.stream),
         include_usage=True,
-        instructions=asked.instructions,
-        previous_response_id=asked.previous_response_id,
+        instructions=request.instructions,
+        previous_response_id=request.previous_response_id,
         echo={
-            **{name: getattr(asked, name) for name in repeated},
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
-            "tool_choice": asked.tool_choice or "auto",
+            **{name: getattr(request, name) for name in repeated},
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "tool_choice": request.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in tools],
         },
     )
 
 
-def _messages(asked: ResponseBody, images: bool) -> tuple[dict[str, Any], ...]:
-    if isinstance(asked.input, str):
-        return ({"role": "user", "content": asked.input},)
-    messages = plain_items(asked.input, images=images)
-    if not messages and asked.previous_response_id is None:
+def _messages(request: ResponseBody, images: bool) -> tuple[dict[str, Any], ...]:
+    if isinstance(request.input, str):
+        return ({"role": "user", "content": request.input},)
+    messages = plain_items(request.input, images=images)
+    if not messages and request.previous_response_id is None:
         raise InvalidRequest("input", "there is no message in it", "invalid_value")
     return messages
 

@@ -31,8 +31,8 @@ class WireModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
+    def _without_nulls(cls, value: Any) -> Any:
+        return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,13 @@ class BodyFields(Generic[Body]):
     harmless: frozenset[str]
     refused: Mapping[str, Refused]
 
-    def read(self, given: Any) -> Body:
+    def read(self, body: Any) -> Body:
         """Raises `InvalidRequest` naming the field."""
-        if not isinstance(given, dict):
+        if not isinstance(body, dict):
             raise InvalidRequest("", "the body must be a JSON object")
-        check_plain(given)
+        check_plain(body)
         known = {*self.body.model_fields, *self.harmless, *self.refused}
-        for name, value in given.items():
+        for name, value in body.items():
             if name not in known:
                 raise InvalidRequest(path_text([name]), f"unknown field{nearest(name, known)}", "unknown_parameter")
             refused = self.refused.get(name)
@@ -68,19 +68,19 @@ class BodyFields(Generic[Body]):
                 value == one and isinstance(value, bool) == isinstance(one, bool) for one in (None, *refused.neutral)
             ):
                 raise InvalidRequest(name, f"is not supported here: {refused.reason}", "unsupported_parameter")
-        return validated(self.body, {name: given[name] for name in self.body.model_fields if name in given})
+        return validated(self.body, {name: body[name] for name in self.body.model_fields if name in body})
 
 
-def validated(model: type[Body], given: Any, where: Sequence[str | int] = ()) -> Body:
-    """`given` as a `model`. Raises `InvalidRequest` with the path of the wrong field."""
+def validated(model: type[Body], value: Any, where: Sequence[str | int] = ()) -> Body:
+    """`value` as a `model`. Raises `InvalidRequest` with the path of the wrong field."""
     try:
-        return model.model_validate(given)
+        return model.model_validate(value)
     except ValidationError as error:
         # Of several errors (the arms of a union) the deepest one, preferring a wrong `type`, which explains others, and
         # then the arm whose type is the value's own.
-        found = [(_path_in(given, one["loc"]), one) for one in error.errors(include_url=False, include_input=False)]
+        errors = [(_path_in(value, one["loc"]), one) for one in error.errors(include_url=False, include_input=False)]
         path, one = max(
-            found,
+            errors,
             key=lambda pair: (len(pair[0]), pair[0][-1:] == ("type",), not pair[1]["type"].endswith("_type")),
         )
         field = path_text([*where, *path])
@@ -123,27 +123,27 @@ def path_text(where: Sequence[str | int]) -> str:
     return ".".join(str(part).encode(errors="backslashreplace").decode() or '""' for part in where)
 
 
-def _path_in(given: Any, location: tuple[str | int, ...]) -> tuple[str | int, ...]:
+def _path_in(value: Any, location: tuple[str | int, ...]) -> tuple[str | int, ...]:
     """`location` without pydantic's names for the arms of unions."""
     path: list[str | int] = []
     for i, part in enumerate(location):
-        if _names_an_arm(given, *location[i : i + 2]):
+        if _names_an_arm(value, *location[i : i + 2]):
             continue
-        if isinstance(given, Mapping) and (part in given or i == len(location) - 1):
-            given = given.get(part)
-        elif isinstance(given, list) and isinstance(part, int) and part < len(given):
-            given = given[part]
+        if isinstance(value, Mapping) and (part in value or i == len(location) - 1):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
         else:
             continue
         path.append(part)
     return tuple(path)
 
 
-def _names_an_arm(given: Any, part: str | int, following: str | int | None = None) -> bool:
-    """Return True if `part` is the type of `given`, not its field of that name (``{"type": "text", "text": …}``)."""
-    if not isinstance(given, Mapping) or part not in (given.get("type"), given.get("role")) or following not in given:
+def _names_an_arm(value: Any, part: str | int, following: str | int | None = None) -> bool:
+    """Return True if `part` is the type of `value`, not its field of that name (``{"type": "text", "text": …}``)."""
+    if not isinstance(value, Mapping) or part not in (value.get("type"), value.get("role")) or following not in value:
         return False
-    field = given.get(part)
+    field = value.get(part)
     return not (isinstance(field, Mapping) and following in field)
 
 
@@ -225,8 +225,8 @@ class ChoicesBody(SamplingBody):
 def sampling_of(body: SamplingBody, max_new_tokens: int | None) -> dict[str, Any]:
     """Fields of `Sampling` that the client set."""
     names = ("temperature", "top_p", "top_k", "seed")
-    found = {name: getattr(body, name, None) for name in names} | {"max_new_tokens": max_new_tokens}
-    return {name: value for name, value in found.items() if value is not None}
+    settings = {name: getattr(body, name, None) for name in names} | {"max_new_tokens": max_new_tokens}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 ToolName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,128}$")]

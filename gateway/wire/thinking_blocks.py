@@ -75,12 +75,12 @@ class BlockSplitter:
 
     def flush(self) -> list[Piece]:
         """The rest of an answer that has ended."""
-        held, self._held = self._held, ""
+        text, self._held = self._held, ""
         if self._stage == "opening":
-            return [("text", held)] if held.strip() else []
+            return [("text", text)] if text.strip() else []
         if self._stage == "thinking":
-            shown = held.rstrip()
-            self.closing += held[len(shown) :]
+            shown = text.rstrip()
+            self.closing += text[len(shown) :]
             return [("thinking", shown)]
         return []
 
