@@ -72,14 +72,14 @@ def plan_delta(source: WeightSource, version: int) -> DeltaPlan | None:
 
     Raises `Superseded`, and `RuntimeError` where a rank is gone.
     """
-    found = source.changes(version)
-    if found is None:
+    changes = source.changes(version)
+    if changes is None:
         return None
     planned = []
-    for tensor, gaps in zip(source.tensors, found.gaps, strict=True):
+    for tensor, gaps in zip(source.tensors, changes.gaps, strict=True):
         item_bytes = ITEM_BYTES[tensor.dtype]
         planned.append(PlannedChange.of(tensor.name, gaps, tensor.nbytes // item_bytes, item_bytes))
-    plan = DeltaPlan(found.base, planned)
+    plan = DeltaPlan(changes.base, planned)
     return plan if plan.nbytes < source.nbytes else None
 
 
@@ -145,14 +145,14 @@ class _Data:
         lacks some.
         """
         index_at, values_at = self._begin, self._begin + self._plan.index_bytes
-        found = []
+        checksums = []
         for change in self._plan.changed:
             index, values = (index_at, change.index_bytes), (values_at, change.value_bytes)
-            found.append(_checksum(self._descriptor, index, values))
+            checksums.append(_checksum(self._descriptor, index, values))
             index_at, values_at = sum(index), sum(values)
         if (index_at, values_at) != (self._index_at, self._values_at):
             raise RuntimeError("the ranks' changes are not those that they counted: the delta is not written")
-        return found
+        return checksums
 
     def _write_values(self, values: NDArray[np.generic]) -> None:
         self._values_at = _write_at(self._descriptor, _raw(values), self._values_at)
@@ -164,10 +164,10 @@ def _raw(array: NDArray[np.generic]) -> memoryview:
 
 def _write_at(descriptor: int, data: bytes | memoryview, at: int) -> int:
     """Write data at a place. Returns its end."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(descriptor, left, at)
-        left, at = left[written:], at + written
+    remaining = memoryview(data)
+    while remaining:
+        written = os.pwrite(descriptor, remaining, at)
+        remaining, at = remaining[written:], at + written
     return at
 
 

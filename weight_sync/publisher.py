@@ -108,10 +108,10 @@ class WeightPublisher:
         chain, self._chain = self._chain, []
         plan = self._plan(version, source, chain)
         if plan is None:
-            found = stream_version(
+            streamed = stream_version(
                 source, version, self.path_of(version), write=True, bucket_bytes=BUCKET_BYTES, durable=self.durable
             )
-            return self.adopt(version, found.written, found.tensors)
+            return self.adopt(version, streamed.written, streamed.tensors)
         base, path = chain[-1], self._path(version, ".delta")
         written, described = write_delta(
             path, source, version, plan, base.state, bucket_bytes=BUCKET_BYTES, durable=self.durable
@@ -209,8 +209,8 @@ def needed_files(names: Iterable[str], version: int, keep: int) -> set[str]:
 
     Of one version in several epochs the last counts: those before were never announced. A chain is of one epoch.
     """
-    found = [match for name in names if (match := FILE_NAME.fullmatch(name)) and int(match[1]) <= version]
-    files = {(int(match[2] or 0), int(match[1])): match for match in found}
+    matches = [match for name in names if (match := FILE_NAME.fullmatch(name)) and int(match[1]) <= version]
+    files = {(int(match[2] or 0), int(match[1])): match for match in matches}
     last_epoch = {number: epoch for epoch, number in sorted(files)}
     needed: set[str] = set()
     for newest in sorted(last_epoch)[-keep:]:
@@ -224,8 +224,8 @@ def needed_files(names: Iterable[str], version: int, keep: int) -> set[str]:
 
 def _epoch_of(name: str) -> int:
     """Return the epoch of a version's file, or of one that is being written."""
-    found = FILE_NAME.search(name)
-    return int(found[2] or 0) if found else 0
+    match = FILE_NAME.search(name)
+    return int(match[2] or 0) if match else 0
 
 
 def _unique(tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:

@@ -196,8 +196,8 @@ class WeightUpdater:
         except QueueError:
             return False
         newest = self.newest
-        held = not self._dropped and (newest is None or self._holds(newest))
-        if held:
+        is_current = not self._dropped and (newest is None or self._holds(newest))
+        if is_current:
             self.cause, self._behind_since = "", None
         elif newest is None:
             self.cause = "the weights were dropped, and the queue that announced them has forgotten where they are"
@@ -206,10 +206,10 @@ class WeightUpdater:
             self._behind_since = None if stays else self._behind_since or time.monotonic()
             if not stays and newest != self.refused and time.monotonic() >= self._retry_at:
                 await self._load(engine, newest)
-                held = not self._dropped and self._holds(newest)
+                is_current = not self._dropped and self._holds(newest)
         self.pulls += 1
         self._metrics.lag.set(self.behind_versions)
-        return held
+        return is_current
 
     async def _look(self) -> None:
         """Fetch the announcement where its mark has changed. Raises `QueueError`.

@@ -128,13 +128,13 @@ class WeightFiles:
         self._unwritten = None
         path = self._publisher.path_of(version)
         due = self._streamed % self._full_every == 0 or sending.servers < expected
-        found = stream_version(
+        streamed = stream_version(
             source, version, path, write=due, bucket_bytes=self.broadcaster.bucket_bytes, sending=sending
         )
         self._streamed += 1
         workers = sending.member.size - 1
-        logger.info("broadcast %s: version %d, %d of %d workers have it", sending.name, version, found.done, workers)
-        manifest = self._publisher.adopt(version, found.written, found.tensors)
+        logger.info("broadcast %s: version %d, %d of %d workers have it", sending.name, version, streamed.done, workers)
+        manifest = self._publisher.adopt(version, streamed.written, streamed.tensors)
         if not due:
             self._unwritten = _Unwritten(version, path, source)
         return replace(manifest, broadcast=self._meeting(sending.name))
@@ -147,27 +147,27 @@ class WeightFiles:
         """Write a missing file if its version's bytes are here. Returns True if it will be there. Called from one
         thread.
         """
-        wanted = self._unwritten
-        if wanted is None or wanted.path.name != name:
+        unwritten = self._unwritten
+        if unwritten is None or unwritten.path.name != name:
             return False
         if self._writing is None or not self._writing.is_alive():
             self._writing = threading.Thread(
-                target=self._write_file, args=[wanted], name="weights asked for", daemon=True
+                target=self._write_file, args=[unwritten], name="weights asked for", daemon=True
             )
             self._writing.start()
         return True
 
-    def _write_file(self, wanted: _Unwritten) -> None:
+    def _write_file(self, unwritten: _Unwritten) -> None:
         assert self.broadcaster is not None
         bucket_bytes = self.broadcaster.bucket_bytes
         try:
-            stream_version(wanted.source, wanted.version, wanted.path, write=True, bucket_bytes=bucket_bytes)
+            stream_version(unwritten.source, unwritten.version, unwritten.path, write=True, bucket_bytes=bucket_bytes)
         except Superseded:
-            logger.info("version %d is not written: a newer one is on its way", wanted.version)
+            logger.info("version %d is not written: a newer one is on its way", unwritten.version)
         except (OSError, RuntimeError) as error:
-            logger.error("version %d cannot be written for a server that asked: %s", wanted.version, error)
+            logger.error("version %d cannot be written for a server that asked: %s", unwritten.version, error)
         finally:
-            if self._unwritten is wanted:
+            if self._unwritten is unwritten:
                 self._unwritten = None
 
     # what is announced -----------------------------------------------------------------------------------------------

@@ -80,10 +80,10 @@ def on_host(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> Iterator[torc
 
 def two_buckets(nbytes: int, bucket_bytes: int) -> Iterator[torch.Tensor]:
     """Yield two buckets in turn for a stream of `nbytes`: one is received while the content of the other is used."""
-    left, two = nbytes, [bucket_memory(min(bucket_bytes, nbytes)) for _ in range(2)]
+    remaining, two = nbytes, [bucket_memory(min(bucket_bytes, nbytes)) for _ in range(2)]
     number = 0
-    while left:
-        bucket = two[number % 2][:left]
+    while remaining:
+        bucket = two[number % 2][:remaining]
         yield bucket
-        left -= len(bucket)
+        remaining -= len(bucket)
         number += 1

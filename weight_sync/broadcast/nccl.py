@@ -103,9 +103,9 @@ class Nccl:
 
     def unique_id(self) -> bytes:
         """Names a group to come; rank 0 makes it and tells the others."""
-        found = _UniqueId()
-        _check(self._library, self._library.ncclGetUniqueId(ctypes.byref(found)))
-        return bytes(found)
+        unique = _UniqueId()
+        _check(self._library, self._library.ncclGetUniqueId(ctypes.byref(unique)))
+        return bytes(unique)
 
     def join(self, size: int, unique_id: bytes, rank: int, silence_s: float) -> NcclCommunicator:
         """Return a communicator on the current device, once all members are there. Raises `NcclError`, also after

@@ -157,10 +157,10 @@ def sending_ranks(splits: Iterable[tuple[int, ...]]) -> list[int]:
 
 def stream_order(tensors: Iterable[T]) -> list[T]:
     """Larger items first, otherwise as they come. Raises `ValueError` for a dtype that has no place."""
-    found = list(tensors)
-    if odd := next((tensor.dtype for tensor in found if tensor.dtype not in ITEM_BYTES), None):
+    listed = list(tensors)
+    if odd := next((tensor.dtype for tensor in listed if tensor.dtype not in ITEM_BYTES), None):
         raise ValueError(f"tensors of {odd} cannot be broadcast; set rollout.weight_transport=http")
-    return sorted(found, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
+    return sorted(listed, key=lambda tensor: -ITEM_BYTES[tensor.dtype])
 
 
 class StreamDigests:

@@ -106,11 +106,11 @@ class RankWire:
 
     def until_held(self, ranks: Sequence[int], version: int) -> None:
         """Takes the answers of all. Raises `Superseded` where one does not hold `version`."""
-        held = torch.zeros(len(ranks), dtype=torch.int64)
+        answers = torch.zeros(len(ranks), dtype=torch.int64)
         for number, rank in enumerate(ranks):
-            dist.recv(held[number : number + 1], src=rank, group=self._group)
-        if not held.all():
-            rank = ranks[held.tolist().index(0)]
+            dist.recv(answers[number : number + 1], src=rank, group=self._group)
+        if not answers.all():
+            rank = ranks[answers.tolist().index(0)]
             raise Superseded(f"rank {rank} does not hold version {version} any more")
 
     def receive(self, rank: int, version: int, target: torch.Tensor) -> None:
@@ -154,8 +154,8 @@ class RankWire:
         dist.recv(place, src=0, group=self._group)
         return place.numpy().tobytes()
 
-    def say_held(self, held: bool) -> None:
-        self.send(torch.tensor([int(held)], dtype=torch.int64))
+    def say_held(self, has_version: bool) -> None:
+        self.send(torch.tensor([int(has_version)], dtype=torch.int64))
 
     def send(self, tensor: torch.Tensor) -> None:
         """To rank 0."""

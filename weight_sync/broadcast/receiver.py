@@ -65,12 +65,12 @@ class _StagedVersion(ABC, Generic[Content]):
     def _take(self, manifest: Manifest) -> Content:
         """Raises `WeightsUnreachable` if this broadcast is not held, `WeightsRefused` naming a tensor that differs."""
         with self._lock:
-            held = self._held
-            if held is not None and held[0] == manifest.broadcast_name:
+            staged = self._held
+            if staged is not None and staged[0] == manifest.broadcast_name:
                 self._held = None
-        if held is None or held[0] != manifest.broadcast_name:
+        if staged is None or staged[0] != manifest.broadcast_name:
             raise WeightsUnreachable(f"version {manifest.version}: this server does not hold its broadcast")
-        _, entries, content = held
+        _, entries, content = staged
         verify_names(manifest, (entry.name for entry in entries))
         for entry in entries:
             if entry != (announced := manifest.entries[entry.name]):

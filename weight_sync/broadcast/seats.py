@@ -122,8 +122,8 @@ class Broadcaster:
                 return await parked.offer
         except TimeoutError:
             # A place that was given in the same moment is a member that the others wait for.
-            given = parked.offer.done() and not parked.offer.cancelled()
-            return parked.offer.result() if given else None
+            has_place = parked.offer.done() and not parked.offer.cancelled()
+            return parked.offer.result() if has_place else None
         finally:
             if parked in self._parked:
                 self._parked.remove(parked)

@@ -145,8 +145,8 @@ class OwnGroup:
     def join(self, place: bytes, device: torch.device | None) -> None:
         """Leave the one before. Blocks until all members are there; without one of them there is no group."""
         self.leave()
-        host, said = json.loads(place)
-        member = Member(**said)
+        host, fields = json.loads(place)
+        member = Member(**fields)
         try:
             here = listening_host(address_towards(host, member.port))
             self._group = join_groups(find_store(host, member), [(0, member)], here, device)[0]

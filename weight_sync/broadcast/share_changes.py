@@ -39,15 +39,15 @@ class ShareChanges:
         self.marks = torch.zeros(self._begins[-1] if base is not None else 0, dtype=torch.uint8)
         """[bytes] those of all tensors, low bits first."""
 
-    def replace(self, number: int, held: torch.Tensor, fresh: torch.Tensor) -> None:
-        """`held` [values] on the CPU becomes `fresh` [values], cast, and what differs is marked.
+    def replace(self, number: int, copy: torch.Tensor, fresh: torch.Tensor) -> None:
+        """`copy` [values] on the CPU becomes `fresh` [values], cast, and what differs is marked.
 
         `number`: of the tensor. `fresh` may be on any device, in any dtype.
         """
         begin = self._begins[number]
         pieces = fresh.split(MOVED_VALUES)
-        moved = pieces if fresh.is_cpu else on_host(pieces, held.dtype)
-        for old, new in zip(held.split(MOVED_VALUES), moved, strict=True):
+        moved = pieces if fresh.is_cpu else on_host(pieces, copy.dtype)
+        for old, new in zip(copy.split(MOVED_VALUES), moved, strict=True):
             if self.base is None:
                 old.copy_(new)
             else:
@@ -68,10 +68,10 @@ class ShareChanges:
         return torch.from_numpy(rows)
 
 
-def _compare(marks: NDArray[np.uint8], held: torch.Tensor, fresh: torch.Tensor) -> None:
-    for begin in range(0, len(held), CHUNK_VALUES):
-        old = held[begin : begin + CHUNK_VALUES]
-        new = fresh[begin : begin + CHUNK_VALUES].to(held.dtype)
+def _compare(marks: NDArray[np.uint8], copy: torch.Tensor, fresh: torch.Tensor) -> None:
+    for begin in range(0, len(copy), CHUNK_VALUES):
+        old = copy[begin : begin + CHUNK_VALUES]
+        new = fresh[begin : begin + CHUNK_VALUES].to(copy.dtype)
         packed = np.packbits(words_of(old) != words_of(new), bitorder="little")
         marks[begin // 8 : begin // 8 + packed.size] = packed
         old.copy_(new)

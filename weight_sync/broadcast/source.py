@@ -157,8 +157,8 @@ class WeightSource:
         if shard.local.numel() * shard.published.itemsize != end - at:
             raise ValueError(f"tensor {shard.name!r}: rank {self._rank} has {shard.local.numel()} of its values")
         if end > at:
-            held = self._bytes[at:end].view(shard.published)
-            self._changes.replace(number, held, shard.local.detach().reshape(-1))
+            copy = self._bytes[at:end].view(shard.published)
+            self._changes.replace(number, copy, shard.local.detach().reshape(-1))
         return end
 
     @property
@@ -183,11 +183,11 @@ class WeightSource:
         bases = {int(each[0, 0]) for each in rows}
         if len(bases) > 1 or NOT_COMPARED in bases:
             return None
-        found = [Gaps() for _ in self.tensors]
+        gaps_by_tensor = [Gaps() for _ in self.tensors]
         for part in self._places.parts:
             gaps = gaps_of(rows[part.rank][1 + part.tensor].tolist())
-            found[part.tensor] = found[part.tensor].followed_by(gaps.shifted(part.value))
-        return VersionChanges(bases.pop(), found)
+            gaps_by_tensor[part.tensor] = gaps_by_tensor[part.tensor].followed_by(gaps.shifted(part.value))
+        return VersionChanges(bases.pop(), gaps_by_tensor)
 
     def marked_buckets(self, version: int, bucket_bytes: int) -> Iterator[MarkedBucket]:
         """Yield `buckets` with the marks of their values, of a version that has `changes`."""
@@ -226,10 +226,10 @@ class WeightSource:
     def _three_buckets(self, nbytes: int) -> list[torch.Tensor]:
         """Return the buckets of the stream before, if it is at its end; a stream that breaks off gives its own up."""
         with self.wire.lock:
-            kept, self._buckets = self._buckets, []
-        if not kept or len(kept[0]) != nbytes:
-            kept = [bucket_memory(nbytes) for _ in range(3)]
-        return kept
+            buckets, self._buckets = self._buckets, []
+        if not buckets or len(buckets[0]) != nbytes:
+            buckets = [bucket_memory(nbytes) for _ in range(3)]
+        return buckets
 
     def _gather(self, begin: int, under_way: _Pass) -> Bucket:
         bucket = under_way.bucket(begin, self.nbytes)
@@ -291,13 +291,13 @@ class WeightSource:
 
     def _summaries(self, version: int) -> list[NDArray[np.int64]]:
         """Return the summaries of each rank. All are asked before the first answers: they count at once."""
-        found = [torch.empty(1 + len(self.tensors), SUMMARY_WIDTH, dtype=torch.int64) for _ in range(self._world)]
+        summaries = [torch.empty(1 + len(self.tensors), SUMMARY_WIDTH, dtype=torch.int64) for _ in range(self._world)]
         behind: list[Superseded] = []
         with self.wire.lock:
             self.wire.check_open()
             for rank in range(1, self._world):
-                self.wire.ask(rank, Kind.SUMMARY, version, 0, found[rank].nbytes)
-            for rank, received in enumerate(found):
+                self.wire.ask(rank, Kind.SUMMARY, version, 0, summaries[rank].nbytes)
+            for rank, received in enumerate(summaries):
                 raw = received.view(torch.uint8).reshape(-1)
                 try:
                     if rank == 0:
@@ -308,7 +308,7 @@ class WeightSource:
                     behind.append(error)
         if behind:
             raise behind[0]
-        return [one.numpy() for one in found]
+        return [one.numpy() for one in summaries]
 
     def _fetch(self, rank: int, kind: Kind, version: int, begin: int, target: torch.Tensor) -> None:
         """`target` [bytes] becomes what the rank has of that kind from `begin` on."""
@@ -345,12 +345,12 @@ class WeightSource:
             return
         with self._changed:
             self._changed.wait_for(lambda: self.version is not None and self.version >= version, self._wait_s)
-            held = self.version == version
-            self.wire.say_held(held)
-            if held and kind == Kind.SEND:
+            has_version = self.version == version
+            self.wire.say_held(has_version)
+            if has_version and kind == Kind.SEND:
                 own = [part for part in self._places.within(begin, end) if part.rank == self._rank]
                 self._own_group.send([self._bytes[each[0].local : each[-1].local_end] for each in messages(own)])
-            elif held:
+            elif has_version:
                 self.wire.send(self._kept(kind, begin, end))
 
     def _kept(self, kind: Kind, begin: int, end: int) -> torch.Tensor:

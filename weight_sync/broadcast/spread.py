@@ -30,26 +30,26 @@ def spread_shards(
     before the next is asked for. Which rank keeps what follows from shapes and dtypes alone: the ranks that have least
     so far, so that shares differ by 2 × `part_bytes` at most.
     """
-    kept = [0] * world
+    share_bytes = [0] * world
     for name, tensor in tensors:
         dtype = published if tensor.is_floating_point() else tensor.dtype
-        values = _cut(tensor.numel(), dtype.itemsize, kept, part_bytes)
+        values = _cut(tensor.numel(), dtype.itemsize, share_bytes, part_bytes)
         begin = sum(values[:rank])
         own = host_copy(tensor.reshape(-1).narrow(0, begin, values[rank]), dtype)
         rank_bytes = tuple(count * dtype.itemsize for count in values)
-        kept = [before + nbytes for before, nbytes in zip(kept, rank_bytes, strict=True)]
+        share_bytes = [before + nbytes for before, nbytes in zip(share_bytes, rank_bytes, strict=True)]
         shard = Shard(name, tuple(tensor.shape), dtype, rank_bytes, own)
         del tensor
         yield shard
 
 
-def _cut(count: int, item_bytes: int, kept: list[int], part_bytes: int) -> list[int]:
-    """Return how many of a tensor's `count` values each rank keeps, given the `kept` bytes of the tensors before."""
-    world = len(kept)
+def _cut(count: int, item_bytes: int, share_bytes: list[int], part_bytes: int) -> list[int]:
+    """Return how many of a tensor's `count` values each rank keeps. `share_bytes`: what each rank has so far."""
+    world = len(share_bytes)
     parts = max(1, min(world, count * item_bytes // part_bytes))
-    keepers = sorted(sorted(range(world), key=lambda rank: kept[rank])[:parts])
+    keepers = sorted(sorted(range(world), key=lambda rank: share_bytes[rank])[:parts])
     bounds = [count * number // parts for number in range(parts + 1)]
-    found = [0] * world
+    counts = [0] * world
     for keeper, begin, end in zip(keepers, bounds, bounds[1:], strict=False):
-        found[keeper] = end - begin
-    return found
+        counts[keeper] = end - begin
+    return counts

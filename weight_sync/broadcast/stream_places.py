@@ -60,7 +60,7 @@ class Bucket:
 
     def ranges(self, parts: Sequence[Part]) -> list[RankRange]:
         """Return the range of each rank in this bucket, in the order of the ranks. `parts`: all of the bucket."""
-        found, used = [], 0
+        ranges, used = [], 0
         for rank in sorted({part.rank for part in parts}):
             for own in messages([part for part in parts if part.rank == rank]):
                 nbytes, at = own[-1].local_end - own[0].local, own[0].stream - self.begin
@@ -70,8 +70,8 @@ class Bucket:
                     used += nbytes
                 else:
                     memory = self.bytes[at : at + nbytes]
-                found.append(RankRange(rank, own, memory, scattered))
-        return found
+                ranges.append(RankRange(rank, own, memory, scattered))
+        return ranges
 
     def place(self, came: RankRange) -> None:
         """Place a range whose `memory` is filled."""
@@ -149,14 +149,14 @@ class Places:
 
     def within(self, begin: int, end: int) -> list[Part]:
         """The parts of the bytes from `begin` to `end`, cut to them."""
-        found = []
+        parts = []
         for part in self.parts[max(0, bisect.bisect_right(self._begins, begin) - 1) :]:
             if part.stream >= end:
                 break
             cut = max(begin - part.stream, 0)
             nbytes = min(end, part.stream + part.nbytes) - part.stream - cut
             values = cut // part.item_bytes
-            found.append(
+            parts.append(
                 part._replace(
                     stream=part.stream + cut,
                     local=part.local + cut,
@@ -165,18 +165,18 @@ class Places:
                     mark=part.mark + values,
                 )
             )
-        return found
+        return parts
 
 
 def messages(parts: Sequence[Part]) -> list[list[Part]]:
     """`parts`, one rank's of one bucket, as they are sent: what is one range of the stream at once, small ones too."""
-    found: list[list[Part]] = []
+    groups: list[list[Part]] = []
     for part in parts:
-        if found and _goes_with(found[-1], part):
-            found[-1].append(part)
+        if groups and _goes_with(groups[-1], part):
+            groups[-1].append(part)
         else:
-            found.append([part])
-    return found
+            groups.append([part])
+    return groups
 
 
 def _goes_with(message: list[Part], part: Part) -> bool:

@@ -180,14 +180,14 @@ def decode_positions(encoding: Encoding, index: memoryview, count: int, size: in
     if encoding == "bitmap":
         if len(index) != -(-size // 8):
             raise BadDelta(f"a bitmap of {len(index)} bytes for {size} values")
-        found = np.flatnonzero(np.unpackbits(np.frombuffer(index, np.uint8), count=size, bitorder="little"))
+        positions = np.flatnonzero(np.unpackbits(np.frombuffer(index, np.uint8), count=size, bitorder="little"))
     else:
-        found = _decode_gaps(index, _GAP_TYPES[encoding])
-    if found.size != count:
-        raise BadDelta(f"{found.size} places for {count} values")
-    if count and found[-1] >= size:
-        raise BadDelta(f"place {found[-1]} in a tensor of {size} values")
-    return found
+        positions = _decode_gaps(index, _GAP_TYPES[encoding])
+    if positions.size != count:
+        raise BadDelta(f"{positions.size} places for {count} values")
+    if count and positions[-1] >= size:
+        raise BadDelta(f"place {positions[-1]} in a tensor of {size} values")
+    return positions
 
 
 def _decode_gaps(index: memoryview, code: str) -> Positions:
@@ -226,9 +226,9 @@ class Delta:
         for part in self.parts:
             digest = xxhash.xxh3_64(part.index)
             digest.update(part.values)
-            if (found := digest.hexdigest()) != part.xxh3:
+            if (checksum := digest.hexdigest()) != part.xxh3:
                 raise WeightsRefused(
-                    f"{self.path}: the change of tensor {part.name!r} has checksum {found}, written was {part.xxh3}"
+                    f"{self.path}: the change of tensor {part.name!r} has checksum {checksum}, written was {part.xxh3}"
                 )
 
     def apply(self, tensors: Tensors) -> None:

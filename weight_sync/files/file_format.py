@@ -81,8 +81,8 @@ class Section:
     @classmethod
     def computed(cls, name: str, dtype: torch.dtype, shape: Sequence[int], make: Callable[[], torch.Tensor]) -> Section:
         """A tensor that `make` gives once its turn comes, of that dtype and shape."""
-        made = (raw_bytes(make()) for _ in range(1))
-        return cls(name, CODES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, made)
+        pieces = (raw_bytes(make()) for _ in range(1))
+        return cls(name, CODES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, pieces)
 
 
 def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str], *, durable: bool) -> Written:
@@ -176,10 +176,10 @@ def describe(name: str, tensor: torch.Tensor) -> TensorEntry:
 
 def verify_names(manifest: Manifest, names: Iterable[str]) -> None:
     """Raises `WeightsRefused` naming the first tensor that only one side has."""
-    wanted, present = manifest.entries.keys(), set(names)
-    if missing := sorted(wanted - present):
+    announced, present = manifest.entries.keys(), set(names)
+    if missing := sorted(announced - present):
         raise WeightsRefused(f"version {manifest.version}: tensor {missing[0]!r} is missing")
-    if extra := sorted(present - wanted):
+    if extra := sorted(present - announced):
         raise WeightsRefused(f"version {manifest.version}: tensor {extra[0]!r} is not in the manifest")
 
 
@@ -198,11 +198,11 @@ def verify_form(version: int, entry: TensorEntry, shape: Sequence[int], dtype: t
         raise WeightsRefused(f"{name} is {dtype_name(dtype)}, the manifest says {entry.dtype}")
 
 
-def verify_checksum(version: int, entry: TensorEntry, found: str) -> None:
+def verify_checksum(version: int, entry: TensorEntry, actual: str) -> None:
     """Raises `WeightsRefused` naming the tensor if its bytes have another checksum than the manifest's."""
-    if found != entry.xxh3:
+    if actual != entry.xxh3:
         raise WeightsRefused(
-            f"version {version}: tensor {entry.name!r} has checksum {found}, the manifest says {entry.xxh3}"
+            f"version {version}: tensor {entry.name!r} has checksum {actual}, the manifest says {entry.xxh3}"
         )
 
 
@@ -228,9 +228,9 @@ class PartialFile:
 
     def append(self, piece: bytes | memoryview) -> None:
         """Raises `OSError` where there is no room."""
-        left = memoryview(piece)
-        while left:
-            left = left[self._file.write(left) :]
+        remaining = memoryview(piece)
+        while remaining:
+            remaining = remaining[self._file.write(remaining) :]
         self._count(piece)
 
     @property

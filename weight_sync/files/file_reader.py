@@ -57,13 +57,13 @@ def open_published(file: ChainFile) -> int:
         descriptor = os.open(file.place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise WeightsRefused(f"{where}: {error.strerror}") from error
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_size == file.bytes:
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_size == file.bytes:
         return descriptor
     os.close(descriptor)
-    if not stat.S_ISREG(found.st_mode):
-        raise WeightsRefused(f"{where} is no regular file ({stat.filemode(found.st_mode)})")
-    raise WeightsRefused(f"{where} has {found.st_size} bytes, the manifest says {file.bytes}")
+    if not stat.S_ISREG(status.st_mode):
+        raise WeightsRefused(f"{where} is no regular file ({stat.filemode(status.st_mode)})")
+    raise WeightsRefused(f"{where} has {status.st_size} bytes, the manifest says {file.bytes}")
 
 
 class FileReader:
@@ -112,9 +112,9 @@ class FileReader:
 
     def verify_whole(self) -> None:
         """Raises `WeightsRefused` unless all was read and is what was announced; manifests of old have no checksum."""
-        found = self._digest.hexdigest()
-        if self._file.xxh3 and found != self._file.xxh3:
-            raise self._refused(f"has checksum {found}, the manifest says {self._file.xxh3}")
+        actual = self._digest.hexdigest()
+        if self._file.xxh3 and actual != self._file.xxh3:
+            raise self._refused(f"has checksum {actual}, the manifest says {self._file.xxh3}")
 
     def _read_header(self) -> tuple[Mapping[str, str], list[StoredTensor]]:
         (length,) = struct.unpack("<Q", self._read(8)) if self._file.bytes >= 8 else (self._file.bytes,)

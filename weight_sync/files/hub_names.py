@@ -85,7 +85,7 @@ class HubNames:
         renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        found: dict[str, list[tuple[str, str | None]]] = {}
+        stored_by_name: dict[str, list[tuple[str, str | None]]] = {}
         unexpected = set()
         if stored is None:
             stored = revert_weight_conversion(model, {name: one.detach().to("meta") for name, one in state.items()})
@@ -94,15 +94,15 @@ class HubNames:
             if ours not in state and name in state:
                 ours, pattern = name, None
             if ours in state:
-                found.setdefault(ours, []).append((name, pattern))
+                stored_by_name.setdefault(ours, []).append((name, pattern))
             else:
                 unexpected.add(name)
-        tied, tied_twice = _tied(model, found)
-        missing = set(state) - found.keys() - tied.keys()
+        tied, tied_twice = _tied(model, stored_by_name)
+        missing = set(state) - stored_by_name.keys() - tied.keys()
         lacking: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
         before = frozenset(lacking.missing_keys)
         model._adjust_missing_and_unexpected_keys(lacking)
-        parts = {name: _parts(pairs) for name, pairs in found.items()}
+        parts = {name: _parts(pairs) for name, pairs in stored_by_name.items()}
         used = [one for one in mapping if one.was_used()]
         return cls(
             parts,
@@ -119,11 +119,13 @@ class HubNames:
         """Raises `UnmappedTensors` where a parameter could not be written back: under other names than it was read
         from, or, where `shapes` of the files are given, in other shapes. `state`: of the model, on any device."""
         for name, parts in self.parts.items():
-            made = {stored: tuple(tensor.shape) for stored, tensor in self.split(name, state[name].detach().to("meta"))}
-            if made.keys() != set(parts.names):
-                stray = min(made.keys() ^ set(parts.names))
+            shapes_by_name = {
+                stored: tuple(tensor.shape) for stored, tensor in self.split(name, state[name].detach().to("meta"))
+            }
+            if shapes_by_name.keys() != set(parts.names):
+                stray = min(shapes_by_name.keys() ^ set(parts.names))
                 raise UnmappedTensors(f"parameter {name} would be written back as other tensors: {stray} differs")
-            for stored, shape in made.items():
+            for stored, shape in shapes_by_name.items():
                 if shapes is not None and tuple(shapes[stored]) != shape:
                     raise UnmappedTensors(
                         f"tensor {stored} has shape {list(shapes[stored])} in the files, the model's is {list(shape)}"
@@ -170,21 +172,23 @@ class HubNames:
         for stored, pattern in zip(parts.names, parts.patterns, strict=True):
             if stored in tensors:
                 converter.add_tensor(name, stored, pattern, tensors[stored])
-        made = converter.convert(name, config=self._reverse.config)
-        if made.keys() != {name}:
-            raise UnmappedTensors(f"tensor {parts.names[0]} belongs to several parameters: {', '.join(sorted(made))}")
-        found = made[name]
-        whole: torch.Tensor = found[0] if isinstance(found, list) else found
+        converted = converter.convert(name, config=self._reverse.config)
+        if converted.keys() != {name}:
+            raise UnmappedTensors(
+                f"tensor {parts.names[0]} belongs to several parameters: {', '.join(sorted(converted))}"
+            )
+        value = converted[name]
+        whole: torch.Tensor = value[0] if isinstance(value, list) else value
         return whole
 
     def joined(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """`tensors` of the files under the model's names and in its form; what is no tensor of the files, and
         parameters of which a part is missing, stay as they are."""
-        rest, made = dict(tensors), {}
+        rest, parameters = dict(tensors), {}
         for name, parts in self.parts.items():
             if parts.names != (name,) and all(stored in rest for stored in parts.names):
-                made[name] = self.join(name, {stored: rest.pop(stored) for stored in parts.names})
-        return rest | made
+                parameters[name] = self.join(name, {stored: rest.pop(stored) for stored in parts.names})
+        return rest | parameters
 
     def experts(self, name: str) -> list[tuple[str, ...]] | None:
         """By row of the parameter's first dimension, the tensors of the files that make it; None where a row is not
@@ -212,7 +216,7 @@ def _parts(pairs: list[tuple[str, str | None]]) -> StoredParts:
     return StoredParts(names, patterns)
 
 
-def _tied(model: PreTrainedModel, found: Mapping[str, Any]) -> tuple[dict[str, str], frozenset[str]]:
+def _tied(model: PreTrainedModel, stored_by_name: Mapping[str, Any]) -> tuple[dict[str, str], frozenset[str]]:
     """`HubNames.tied` and `HubNames.tied_twice`"""
     families: dict[str, set[str]] = {}
     for target, source in (model.all_tied_weights_keys or {}).items():
@@ -220,7 +224,7 @@ def _tied(model: PreTrainedModel, found: Mapping[str, Any]) -> tuple[dict[str, s
     once: dict[str, str] = {}
     twice: set[str] = set()
     for family in families.values():
-        stored = sorted(family & found.keys())
+        stored = sorted(family & stored_by_name.keys())
         twice |= set(stored[1:])
-        once |= {name: stored[0] for name in family - found.keys() if stored}
+        once |= {name: stored[0] for name in family - stored_by_name.keys() if stored}
     return once, frozenset(twice)

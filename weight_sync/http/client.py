@@ -64,8 +64,8 @@ def _find_damage(file: ChainFile, checksums: Mapping[str, str]) -> str:
     try:
         with FileReader(file) as opened:
             if opened.metadata.get("penstock") != DELTA:
-                wanted = json.loads(opened.metadata["xxh3"]) if "xxh3" in opened.metadata else checksums
-                wrong = [name for name, tensor in opened.tensors() if checksum(tensor) != wanted[name]]
+                announced = json.loads(opened.metadata["xxh3"]) if "xxh3" in opened.metadata else checksums
+                wrong = [name for name, tensor in opened.tensors() if checksum(tensor) != announced[name]]
                 return f"tensor {wrong[0]!r} is not what was announced" if wrong else "its header is damaged"
         read_delta(file)
     except WeightsRefused as error:
@@ -232,8 +232,8 @@ def _check_answer(file: ChainFile, answer: http.client.HTTPResponse, have: int) 
     if answer.status == http.client.SERVICE_UNAVAILABLE and answer.getheader("Retry-After"):
         raise NotYet("another server is fetching it")
     if 400 <= answer.status < 500 and answer.status != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-        said = answer.read(200).decode(errors="replace")
-        raise WeightsUnreachable(f"version {file.version}: {file.place}: {answer.status} {said}")
+        body = answer.read(200).decode(errors="replace")
+        raise WeightsUnreachable(f"version {file.version}: {file.place}: {answer.status} {body}")
     begins = f"bytes {have}-{file.bytes - 1}/{file.bytes}"
     if answer.status == http.client.PARTIAL_CONTENT and answer.getheader("Content-Range") == begins:
         return
@@ -313,14 +313,14 @@ class Downloader:
             with contextlib.closing(PartialFile(_part_of(path))) as part:
                 # Of an earlier life, or of other servers: not the trainer's word.
                 others = part.length > 0
-                asked = self._fetch.run(file, path.name, part, self._stall_s, lied)
+                sources = self._fetch.run(file, path.name, part, self._stall_s, lied)
                 try:
                     verify_whole(file, part, checksums)
                 except WeightsRefused as error:
-                    if not (asked or others):
+                    if not (sources or others):
                         raise
-                    logger.warning("%s; asked for again, not of %s", error, sorted(asked) or "an earlier life")
-                    lied = lied | asked
+                    logger.warning("%s; asked for again, not of %s", error, sorted(sources) or "an earlier life")
+                    lied = lied | sources
                     continue
                 part.path.rename(path)
                 return

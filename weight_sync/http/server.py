@@ -118,10 +118,10 @@ class FileServer:
         assert self._broadcaster is not None
         transport = request.transport
         try:
-            asked = await request.json()
+            body = await request.json()
             offer = await self._broadcaster.park(
-                int(asked["count"]),
-                str(asked["wire"]),
+                int(body["count"]),
+                str(body["wire"]),
                 lambda: transport is not None and not transport.is_closing(),
             )
         except OtherWire as error:
@@ -165,8 +165,8 @@ class _Counted(web.FileResponse):
 
 def _peer(request: web.Request) -> str:
     """The URL that the asking server serves under; empty where it does not, or where it is none."""
-    given = request.headers.get(SERVES, "")
-    return given if PEER.fullmatch(given) else ""
+    url = request.headers.get(SERVES, "")
+    return url if PEER.fullmatch(url) else ""
 
 
 class PeerServer:

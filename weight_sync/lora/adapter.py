@@ -57,17 +57,17 @@ class AdapterConfig:
         """
         _refuse_others(config)
         try:
-            found = cls(**{name: config[name] for name in _MEANT if config.get(name) is not None})
-            ranks = [found.r, *found.rank_pattern.values()]
-            numbers = [*ranks, found.lora_alpha, *found.alpha_pattern.values()]
-            _ = [re.compile(key) for key in (*found.rank_pattern, *found.alpha_pattern)]
+            adapter = cls(**{name: config[name] for name in _MEANT if config.get(name) is not None})
+            ranks = [adapter.r, *adapter.rank_pattern.values()]
+            numbers = [*ranks, adapter.lora_alpha, *adapter.alpha_pattern.values()]
+            _ = [re.compile(key) for key in (*adapter.rank_pattern, *adapter.alpha_pattern)]
         except (TypeError, AttributeError, re.error) as error:
             raise BadAdapter(f"the adapter's settings cannot be read: {error}") from error
         if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
             raise BadAdapter(f"a rank of the adapter is no positive integer: {ranks}")
         if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
             raise BadAdapter(f"lora_alpha or a value of alpha_pattern is no number: {numbers}")
-        return found
+        return adapter
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for a manifest."""
@@ -109,16 +109,16 @@ def changes_of(config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> di
     """Return the changes by name of the base's tensor. Raises `BadAdapter` naming the adapter's tensor."""
     sides: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        found = NAME.fullmatch(name)
-        if not found:
+        match = NAME.fullmatch(name)
+        if not match:
             raise BadAdapter(f"tensor {name!r} is neither lora_A nor lora_B of a linear layer, in peft's names")
         if tensor.dim() != 2 or not tensor.is_floating_point():
             form = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
             raise BadAdapter(f"tensor {name!r} is {form}, not a matrix of floats")
-        has, rank = tensor.shape[0 if found["side"] == "A" else 1], config.rank(found["module"])
+        has, rank = tensor.shape[0 if match["side"] == "A" else 1], config.rank(match["module"])
         if has != rank:
             raise BadAdapter(f"tensor {name!r} has rank {has}, the adapter's settings say {rank}")
-        sides.setdefault(found["module"], {})[found["side"]] = tensor
+        sides.setdefault(match["module"], {})[match["side"]] = tensor
     if not sides:
         raise BadAdapter("the adapter has no tensors")
     for module, pair in sides.items():
