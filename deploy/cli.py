@@ -59,8 +59,8 @@ for name, group in (("slurm", slurm), ("ray", ray), ("compose", compose), ("kube
     app.add_typer(group.app, name=name, rich_help_panel=CLUSTERS)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"penstock {metadata.version('penstock')}")
         raise typer.Exit
 

@@ -31,10 +31,10 @@ def full_reward(row: DatasetRow) -> float:
 
     Raises `DataError` where that is no number.
     """
-    given = row.extra_info.get("full_reward", 1.0)
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        raise DataError(f"extra_info.full_reward must be a number, found {given!r}: it is what a right answer earns")
-    return float(given)
+    reward = row.extra_info.get("full_reward", 1.0)
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise DataError(f"extra_info.full_reward must be a number, found {reward!r}: it is what a right answer earns")
+    return float(reward)
 
 
 async def rehearse_recipe(

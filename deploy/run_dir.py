@@ -68,8 +68,8 @@ class RunDir:
 
 def no_such_run(runs: Path, name: str) -> str:
     """The message for a run that is not in this folder of runs."""
-    found = sorted(file.parent.name for file in runs.glob("*/config.yaml"))
-    others = f"there are: {', '.join(found)}" if found else "give its folder, or start it with `penstock run`"
+    names = sorted(file.parent.name for file in runs.glob("*/config.yaml"))
+    others = f"there are: {', '.join(names)}" if names else "give its folder, or start it with `penstock run`"
     return f"{runs / name}: no such run; {others}"
 
 

@@ -78,11 +78,11 @@ def write_project(folder: Path, name: str) -> list[str]:
             raise ConfigError(f"{folder} {problem}: give the name of a new or empty folder, nothing was written")
         return _fill(folder, template)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
-        made = Path(beside) / folder.name
-        made.mkdir()
-        written = _fill(made, template)
-        made.rename(folder)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        project = Path(scratch) / folder.name
+        project.mkdir()
+        written = _fill(project, template)
+        project.rename(folder)
     return written
 
 

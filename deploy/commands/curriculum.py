@@ -55,7 +55,7 @@ def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[s
     from penstock.trainer import RowPool, write_weights
 
     weights = _weights_of(root)
-    found = by_source(newest_row(root / "metrics.jsonl") or {})
+    numbers_by_source = by_source(newest_row(root / "metrics.jsonl") or {})
     if sources or pools:
         tree = weights.model_dump()
         tree["sources"] |= dict(map(_given, sources))
@@ -64,12 +64,12 @@ def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[s
             raise ValueError(f"--pool {', '.join(unknown)}: a row is in one of {', '.join(RowPool)}")
         tree |= pool_weights
         weights = type(weights).model_validate(tree)
-        if found:
-            weights.check(list(found))
+        if numbers_by_source:
+            weights.check(list(numbers_by_source))
         write_weights(root, weights)
-    for name, numbers in found.items():
+    for name, numbers in numbers_by_source.items():
         numbers["weight"] = weights.of_source(name)
-    return {"weights": weights.model_dump(), "sources": found}
+    return {"weights": weights.model_dump(), "sources": numbers_by_source}
 
 
 def _weights_of(root: Path) -> CurriculumWeights:
@@ -100,26 +100,26 @@ def _given(text: str) -> tuple[str, float]:
 
 def by_source(row: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Returns the numbers of a line of metrics.jsonl by data source."""
-    found: dict[str, dict[str, float]] = {}
+    numbers_by_source: dict[str, dict[str, float]] = {}
     for key, value in row.items():
         if key.startswith(PREFIX):
             source, _, name = key.removeprefix(PREFIX).rpartition("/")
-            found.setdefault(source, {})[name] = value
-    return found
+            numbers_by_source.setdefault(source, {})[name] = value
+    return numbers_by_source
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(state: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    if not found["sources"]:
-        print("no step is trained yet; weights: " + json.dumps(found["weights"]))
+    if not state["sources"]:
+        print("no step is trained yet; weights: " + json.dumps(state["weights"]))
         return
     table = Table("data source", *COLUMNS, box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for source, numbers in found["sources"].items():
+    for source, numbers in state["sources"].items():
         cells = ("" if name not in numbers else f"{numbers[name]:.4g}" for name in COLUMNS)
         table.add_row(source, *cells)
     console = Console(highlight=False)
     console.print(table)
-    pools = {name: weight for name, weight in found["weights"].items() if name != "sources"}
+    pools = {name: weight for name, weight in state["weights"].items() if name != "sources"}
     console.print("weights of rows: " + ", ".join(f"{name} {weight:g}" for name, weight in pools.items()))

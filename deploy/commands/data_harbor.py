@@ -150,12 +150,12 @@ def _passed(recipe: Path | None) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def _table(found: Sequence[CheckedTask]) -> list[str]:
-    width = max(len(one.task) for one in found)
+def _table(tasks: Sequence[CheckedTask]) -> list[str]:
+    width = max(len(one.task) for one in tasks)
     head = f"{'task':{width}}  {'oracle':>8}  {'empty':>8}  {'seconds':>8}  verdict"
-    lines = [f"{one.task:{width}}  {_figures(one)}  {one.problem or 'sound'}" for one in found]
-    sound = sum(one.sound for one in found)
-    return [head, *(" ".join(line.split("\n")) for line in lines), f"{sound} of {len(found)} tasks are sound"]
+    lines = [f"{one.task:{width}}  {_figures(one)}  {one.problem or 'sound'}" for one in tasks]
+    sound = sum(one.sound for one in tasks)
+    return [head, *(" ".join(line.split("\n")) for line in lines), f"{sound} of {len(tasks)} tasks are sound"]
 
 
 def _figures(one: CheckedTask) -> str:

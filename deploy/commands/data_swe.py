@@ -58,11 +58,11 @@ def swe_mutations(  # noqa: PLR0917 - options of a command
     folders = tests or []
     if len(folders) > len(package):
         refuse(f"{len(folders)} times --tests for {len(package)} times --package")
-    wanted = Wanted(tuple(package), tuple(folders), evaluation)
+    request = Wanted(tuple(package), tuple(folders), evaluation)
     settings = FactorySettings(count=count, seed=seed, per_function=per_function, concurrency=concurrency)
     with _swe_errors():
         sandbox = _sandbox(backend, image, concurrency)
-        for line in asyncio.run(make_tasks(wanted, out, sandbox, settings, show_progress)):
+        for line in asyncio.run(make_tasks(request, out, sandbox, settings, show_progress)):
             typer.echo(line)
 
 

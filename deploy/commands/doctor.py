@@ -100,9 +100,9 @@ def _joining(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
 
 
 def _as_json(checks: Iterable[Check]) -> bool:
-    found = list(checks)
-    ok = all(check.ok for check in found)
-    print(json.dumps({"checks": [_plain(check) for check in found], "ok": ok}))
+    listed = list(checks)
+    ok = all(check.ok for check in listed)
+    print(json.dumps({"checks": [_plain(check) for check in listed], "ok": ok}))
     return ok
 
 
@@ -137,12 +137,12 @@ def _of_folder(folder: Path | None, described: Path | None, as_json: bool, *, al
         raise ConfigError("--recipes FOLDER goes without RECIPE, KEY=VALUE and --join: it reads every recipe as it is")
     if not folder.is_dir():
         raise ConfigError(f"--recipes {folder}: no such folder; name one with recipes below it, such as recipes")
-    found = list(check_recipes(folder, described))
-    ok = all(one.check.ok for one in found)
+    recipes = list(check_recipes(folder, described))
+    ok = all(one.check.ok for one in recipes)
     if as_json:
-        print(json.dumps({"recipes": [_figures(one) for one in found], "ok": ok}))
+        print(json.dumps({"recipes": [_figures(one) for one in recipes], "ok": ok}))
     else:
-        _as_table(found)
+        _as_table(recipes)
     return ok
 
 
@@ -153,19 +153,19 @@ def _figures(one: RecipeMemory) -> dict[str, object]:
     return {**_plain(one.check), "model": one.model, "sizes": one.sizes, "gpus": gpus, "parts": parts, **sums}
 
 
-def _as_table(found: list[RecipeMemory]) -> None:
+def _as_table(recipes: list[RecipeMemory]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    rows = [("", "recipe", "model", "GPUs", "sum", "limit"), *map(_row, found)]
+    rows = [("", "recipe", "model", "GPUs", "sum", "limit"), *map(_row, recipes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row, one in zip(rows, [None, *found], strict=True):
+    for row, one in zip(rows, [None, *recipes], strict=True):
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         console.print(line.rstrip(), style=STYLES[one.check.verdict] if one else "bold", markup=False, soft_wrap=True)
         if one and not one.check.ok:
             console.print(f"      {one.check.found}", markup=False, soft_wrap=True)
             console.print(f"      fix: {one.check.fix}", markup=False, soft_wrap=True)
-    for one in found:
+    for one in recipes:
         if one.check.skipped:
             console.print(f"{one.recipe}: {one.check.found}", markup=False, soft_wrap=True)
 

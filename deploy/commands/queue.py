@@ -44,13 +44,13 @@ def status(
     if not prometheus and (summary := _summary_of_ended(run)) is not None:
         print(json.dumps(summary, indent=2))
         return
-    found, servers = _ask(run, lambda queue: asyncio.gather(queue.status(), queue.servers()))
+    queue_status, servers = _ask(run, lambda queue: asyncio.gather(queue.status(), queue.servers()))
     if prometheus:
-        print(exposition(_connection(run).run, found, servers).decode(), end="")
+        print(exposition(_connection(run).run, queue_status, servers).decode(), end="")
         return
-    lags = version_lags(found, servers)
+    lags = version_lags(queue_status, servers)
     listed = {s.server_id: {**plain(s), "version_lag": lags[s.server_id]} for s in servers}
-    print(json.dumps({**plain(found), "servers": listed}, indent=2))
+    print(json.dumps({**plain(queue_status), "servers": listed}, indent=2))
 
 
 @app.command()
@@ -112,12 +112,12 @@ def list_letters(
 @letters.command()
 def show(episode_id: str, run: RunArgument = None) -> None:
     """Show a dead letter with its journal: model output and tool results."""
-    found = _ask(run, lambda queue: queue.dead_letter(episode_id))
-    if found is None:
+    letter = _ask(run, lambda queue: queue.dead_letter(episode_id))
+    if letter is None:
         message = f"{episode_id}: no such dead letter; `penstock queue dead-letters list` shows them"
         typer.secho(message, fg="red", err=True)
         raise typer.Exit(1)
-    print(json.dumps(plain(found), indent=2))
+    print(json.dumps(plain(letter), indent=2))
 
 
 @letters.command()

@@ -46,23 +46,23 @@ def scale(
     from penstock.deploy.placements.ray.registry import parse_counts
 
     with user_errors():
-        wanted = parse_counts(counts)
-    _ask_and_print(run, ray_address, wanted, wait_s)
+        count_by_kind = parse_counts(counts)
+    _ask_and_print(run, ray_address, count_by_kind, wait_s)
 
 
-def _ask_and_print(run: str, address: str | None, wanted: Mapping[str, int], wait_s: float) -> None:
+def _ask_and_print(run: str, address: str | None, count_by_kind: Mapping[str, int], wait_s: float) -> None:
     from penstock.deploy.placements.ray.cluster import connect
 
     try:
         with user_errors():
             connect(address, run)
-            print(json.dumps(_ask(run, wanted, wait_s), indent=2))
+            print(json.dumps(_ask(run, count_by_kind, wait_s), indent=2))
     finally:
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
 
 
-def _ask(run: str, wanted: Mapping[str, int], wait_s: float) -> dict[str, Any]:
+def _ask(run: str, count_by_kind: Mapping[str, int], wait_s: float) -> dict[str, Any]:
     """Requests the counts, if any, and returns the registry's state once they are met or after `wait_s`.
 
     Raises `ConfigError`.
@@ -75,10 +75,10 @@ def _ask(run: str, wanted: Mapping[str, int], wait_s: float) -> dict[str, Any]:
     registry = find_registry(run)
     deadline = time.monotonic() + wait_s
     try:
-        ray.get(registry.ask.remote(dict(wanted)), timeout=ANSWER_S)
+        ray.get(registry.ask.remote(dict(count_by_kind)), timeout=ANSWER_S)
         while True:
             shown: dict[str, Any] = ray.get(registry.shown.remote(), timeout=ANSWER_S)
-            met = wanted.items() <= shown.get("count", {}).items()
+            met = count_by_kind.items() <= shown.get("count", {}).items()
             if met or time.monotonic() >= deadline:
                 return shown
             time.sleep(LOOK_S)

@@ -55,13 +55,13 @@ def rehearse(
     with user_errors(AgentError, SandboxError, ToolConfigError, DataError):
         config = load_config(recipe, overrides or [])
         played = rows_of(config, split, rows)
-        wanted = _expected(expect, played)
-        found = asyncio.run(_play(config, load_object(policy, Path.cwd()), played, quiet=as_json))
+        rewards = _expected(expect, played)
+        result = asyncio.run(_play(config, load_object(policy, Path.cwd()), played, quiet=as_json))
     unexpected = [
-        one for one in found.trajectories if wanted and not same_reward(one.reward, wanted[_row(one.task_id) - 1])
+        one for one in result.trajectories if rewards and not same_reward(one.reward, rewards[_row(one.task_id) - 1])
     ]
-    typer.echo(json.dumps(_figures(found)) if as_json else _told(found, unexpected, wanted))
-    raise typer.Exit(1 if unexpected or found.failures else 0)
+    typer.echo(json.dumps(_figures(result)) if as_json else _told(result, unexpected, rewards))
+    raise typer.Exit(1 if unexpected or result.failures else 0)
 
 
 def _expected(expect: str | None, rows: list[DatasetRow]) -> list[float]:
@@ -89,8 +89,8 @@ async def _play(config: RunConfig, policy: Policy, rows: list[DatasetRow], *, qu
         return await rehearse_recipe(config, policy, rows, lambda ended: progress.update(bar, completed=ended))
 
 
-def _figures(found: EnvCheck) -> dict[str, Any]:
-    rewards, trajectories = found.rewards, found.trajectories
+def _figures(result: EnvCheck) -> dict[str, Any]:
+    rewards, trajectories = result.rewards, result.trajectories
     outcomes = Counter(" ".join(filter(None, (one.outcome.kind, one.outcome.reason))) for one in trajectories)
     means = {
         name: fmean(one.metrics.get(name, 0.0) for one in trajectories) if trajectories else 0.0
@@ -98,7 +98,7 @@ def _figures(found: EnvCheck) -> dict[str, Any]:
     }
     return {
         "episodes": len(trajectories),
-        "failed": len(found.failures),
+        "failed": len(result.failures),
         "reward": {"mean": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {},
         "outcomes": dict(outcomes),
         **means,
@@ -109,8 +109,8 @@ def _number(reward: float | None) -> str:
     return "none" if reward is None else f"{reward:g}"
 
 
-def _told(found: EnvCheck, unexpected: list[Any], wanted: list[float]) -> str:
-    figures = _figures(found)
+def _told(result: EnvCheck, unexpected: list[Any], rewards: list[float]) -> str:
+    figures = _figures(result)
     reward = "".join(f"  {name} {value:.3f}" for name, value in figures["reward"].items())
     outcomes = ", ".join(f"{name} {count}" for name, count in figures["outcomes"].items())
     lines = [
@@ -121,17 +121,17 @@ def _told(found: EnvCheck, unexpected: list[Any], wanted: list[float]) -> str:
         f"{figures['latency_s']:.2f} s",
     ]
     lines += [
-        f"unexpected reward {_number(one.reward)} in row {row}, {wanted[row - 1]:g} was expected"
+        f"unexpected reward {_number(one.reward)} in row {row}, {rewards[row - 1]:g} was expected"
         for one in unexpected[:SHOWN]
         if (row := _row(one.task_id))
     ]
     if len(unexpected) > SHOWN:
         lines.append(f"unexpected rewards in {len(unexpected) - SHOWN} more rows")
-    errors = [(_row(one.task_id), text) for one in found.trajectories for text in one.extra["tool_error_texts"]]
+    errors = [(_row(one.task_id), text) for one in result.trajectories for text in one.extra["tool_error_texts"]]
     lines += [f"tool error in row {row}: {' '.join(text.split())}" for row, text in errors[:SHOWN]]
     lines += [
         f"failed in row {_row(letter.episode_id)}: {letter.outcome.component}: {letter.outcome.reason}"
-        for letter in found.failures[:SHOWN]
+        for letter in result.failures[:SHOWN]
     ]
     return "\n".join(lines)
 

@@ -65,18 +65,20 @@ def _config(setup: Path | None, case: str | None, overrides: list[str]) -> Simul
 def _one(config: Simulation, as_json: bool) -> None:
     from penstock.simulator import advised
 
-    found = advised(config)
+    result = advised(config)
     if as_json:
-        typer.echo(json.dumps({"setup": config.model_dump(mode="json"), "figures": found.plain()}))
+        typer.echo(json.dumps({"setup": config.model_dump(mode="json"), "figures": result.plain()}))
         return
     typer.echo(f"{config.gpus:g} GPUs: {config.rollout.servers} rollout servers, {config.trainer.ranks} trainer ranks")
-    typer.echo(f"step            {found.step_s:.2f} s, of which the trainer trains {found.train_s:.2f} s")
-    typer.echo(f"throughput      {found.tokens_per_s:.0f} trained tokens/s")
-    typer.echo(f"bubbles         trainer {found.trainer_bubble:.0%}, rollout {found.rollout_bubble:.0%}")
-    ages = ", ".join(f"{age}: {share:.0%}" for age, share in found.staleness.items())
-    typer.echo(f"staleness       mean {found.staleness_mean:.2f}, by versions {ages}")
-    typer.echo(f"in the pipeline {found.running_episodes:.0f} episodes running, {found.ready_groups:.0f} groups ready")
-    typer.echo(f"advice          {found.advice}")
+    typer.echo(f"step            {result.step_s:.2f} s, of which the trainer trains {result.train_s:.2f} s")
+    typer.echo(f"throughput      {result.tokens_per_s:.0f} trained tokens/s")
+    typer.echo(f"bubbles         trainer {result.trainer_bubble:.0%}, rollout {result.rollout_bubble:.0%}")
+    ages = ", ".join(f"{age}: {share:.0%}" for age, share in result.staleness.items())
+    typer.echo(f"staleness       mean {result.staleness_mean:.2f}, by versions {ages}")
+    typer.echo(
+        f"in the pipeline {result.running_episodes:.0f} episodes running, {result.ready_groups:.0f} groups ready"
+    )
+    typer.echo(f"advice          {result.advice}")
 
 
 def _sweep(config: Simulation, sweep: str, as_json: bool) -> None:
@@ -88,8 +90,8 @@ def _sweep(config: Simulation, sweep: str, as_json: bool) -> None:
         raise BadSetup(f"--sweep {sweep}: write it as key=a,b,c, for example --sweep max_staleness=0,1,2")
     rows = []
     for value in values.split(","):
-        found = run(changed(config, [f"{key}={value}"])).plain()
-        rows.append({key: value, **{column: found[column] for column in COLUMNS}})
+        figures = run(changed(config, [f"{key}={value}"])).plain()
+        rows.append({key: value, **{column: figures[column] for column in COLUMNS}})
     typer.echo(json.dumps({"sweep": rows}) if as_json else _table(rows))
 
 
@@ -110,18 +112,18 @@ def _check(as_json: bool) -> int:
     """Returns the exit status: 0 if both largest errors are within their bounds."""
     from penstock.simulator import check
 
-    found = check()
+    report = check()
     if as_json:
-        typer.echo(json.dumps(found))
-        return 0 if found["ok"] else 1
-    for name, row in found["published"].items():
+        typer.echo(json.dumps(report))
+        return 0 if report["ok"] else 1
+    for name, row in report["published"].items():
         note = "  (a constant comes from it: not counted)" if row["calibrates"] else ""
-        said = f"published {row['published']:.2f}x  predicted {row['predicted']:.2f}x"
-        typer.echo(f"{name:32} {said}  {row['error']:.1%}{note}")
-    for name, row in found["local"].items():
+        line = f"published {row['published']:.2f}x  predicted {row['predicted']:.2f}x"
+        typer.echo(f"{name:32} {line}  {row['error']:.1%}{note}")
+    for name, row in report["local"].items():
         note = "" if row["counted"] else "  (the machine's load changed: not counted)"
-        said = f"measured {row['measured_s']:.2f} s  predicted {row['predicted_s']:.2f} s"
-        typer.echo(f"{name:32} {said}  {row['error']:.1%}{note}")
-    for name, value in found["figures"].items():
+        line = f"measured {row['measured_s']:.2f} s  predicted {row['predicted_s']:.2f} s"
+        typer.echo(f"{name:32} {line}  {row['error']:.1%}{note}")
+    for name, value in report["figures"].items():
         typer.echo(f"{name}: {value:.3f}")
-    return 0 if found["ok"] else 1
+    return 0 if report["ok"] else 1

@@ -34,10 +34,10 @@ def quickstart(
     with listen(usual.host, usual.port, ports=50) as free:
         page = f"dashboard.port={free.getsockname()[1]}"
     name = f"name=quickstart-{time.strftime('%Y%m%d-%H%M%S')}"
-    given = [name, "dashboard.enabled=true", page, *(overrides or [])]
+    settings = [name, "dashboard.enabled=true", page, *(overrides or [])]
     with user_errors():
-        _refuse_without_programs(recipe, given)
-    status = run_recipe(recipe, given, resume=False, dry_run=False)
+        _refuse_without_programs(recipe, settings)
+    status = run_recipe(recipe, settings, resume=False, dry_run=False)
     if status == 0:
         typer.echo("look at it: penstock dashboard    a project of your own: penstock init FOLDER", err=True)
     raise typer.Exit(status)

@@ -47,8 +47,8 @@ def _place(run: str | None, runs_dir: Path) -> tuple[Path, str]:
     name = run or os.environ.get(RUN_VARIABLE, "")
     if not name:
         raise typer.BadParameter(f"RUN is missing, and {RUN_VARIABLE} is not set")
-    given = Path(name)
-    folder, name = (given.resolve().parent, given.name) if given.name != name else (runs_dir.resolve(), name)
+    path = Path(name)
+    folder, name = (path.resolve().parent, path.name) if path.name != name else (runs_dir.resolve(), name)
     if not (folder / name).is_dir() and os.environ.get(RUN_VARIABLE) != name:
         refuse(no_such_run(folder, name))
     return folder, name

@@ -54,10 +54,10 @@ def _new_folder(weights: Path) -> Path:
     Raises `ConfigError` where the weights' folder is not this user's alone.
     """
     try:
-        held = hold_folder(weights)
+        descriptor = hold_folder(weights)
     except NotPrivate as error:
         raise ConfigError(str(error.strerror)) from error
-    os.set_inheritable(held, True)  # torchrun, which this process becomes, holds it from then on
+    os.set_inheritable(descriptor, True)  # torchrun, which this process becomes, holds it from then on
     return Path(tempfile.mkdtemp(prefix="ranks-", dir=weights))
 
 

@@ -104,12 +104,12 @@ def _evaluate(plan: EvalPlan, console: Console) -> list[EpisodeResult]:
 
 def _check_settings(plan: EvalPlan) -> None:
     """Results of other settings must not be mixed with these. Raises `ConfigError`."""
-    file, wanted = plan.run.root / "settings.json", plan.settings()
+    file, settings = plan.run.root / "settings.json", plan.settings()
     if not file.exists():
-        write_atomically(file, json.dumps(wanted, indent=1) + "\n")
+        write_atomically(file, json.dumps(settings, indent=1) + "\n")
         return
-    found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    different = [name for name in {*found, *wanted} if found.get(name) != wanted.get(name)]
+    recorded: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    different = [name for name in {*recorded, *settings} if recorded.get(name) != settings.get(name)]
     if different:
         raise ConfigError(
             f"{plan.run.root} holds an evaluation with other settings ({', '.join(sorted(different))}); give this one "
@@ -144,7 +144,7 @@ async def _supervise(  # noqa: PLR0917 - called in one place
     keepers: Sequence[asyncio.Task[None]],
 ) -> None:
     watchdog = Watchdog(config, supervisor.members, logger.error)
-    beside = [
+    helpers = [
         asyncio.create_task(_watch(queue, watchdog), name="watchdog"),
         asyncio.create_task(until_interrupted(asyncio.current_task()), name="interrupt"),
         *keepers,
@@ -153,12 +153,12 @@ async def _supervise(  # noqa: PLR0917 - called in one place
         supervisor.add(rollout_role(config, link, number))
     for number in range(config.agent.workers):
         supervisor.add(agent_role(config, link, number))
-    supervising = asyncio.create_task(supervisor.run(beside), name="supervisor")
+    supervising = asyncio.create_task(supervisor.run(helpers), name="supervisor")
     collecting = asyncio.create_task(collector.run(), name="collector")
     try:
         await asyncio.wait({supervising, collecting}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        own = (supervising, collecting, *beside[:2])
+        own = (supervising, collecting, *helpers[:2])
         ended = [task for task in (supervising, collecting) if task.done()]
         for task in own:
             task.cancel()
@@ -228,9 +228,9 @@ class Collector:
         counts = (await self._queue.status()).other_splits
         running = 0
         for split, part in list(out.items()):
-            found = counts.get(split, {})
-            if found.get("queued", 0) + found.get("leased", 0):
-                running += found.get("done", 0)
+            split_counts = counts.get(split, {})
+            if split_counts.get("queued", 0) + split_counts.get("leased", 0):
+                running += split_counts.get("done", 0)
                 continue
             await self._record(part)
             del out[split]

@@ -33,14 +33,17 @@ def ks_of(samples: int) -> list[int]:
     return sorted({*powers, samples})
 
 
-def figures_of(results: Sequence[EpisodeResult], samples: int, asked: Mapping[str, int]) -> dict[str, Figures]:
-    """Return figures by data source, and of `ALL` if there are several. `asked`: data source → tasks."""
-    found = {
-        source: _figures([r for r in results if r.data_source == source], samples, asked[source]) for source in asked
+def figures_of(
+    results: Sequence[EpisodeResult], samples: int, tasks_by_source: Mapping[str, int]
+) -> dict[str, Figures]:
+    """Return figures by data source, and of `ALL` if there are several. `tasks_by_source`: data source → tasks."""
+    figures = {
+        source: _figures([r for r in results if r.data_source == source], samples, tasks_by_source[source])
+        for source in tasks_by_source
     }
-    if len(asked) > 1:
-        found[ALL] = _figures(results, samples, sum(asked.values()))
-    return found
+    if len(tasks_by_source) > 1:
+        figures[ALL] = _figures(results, samples, sum(tasks_by_source.values()))
+    return figures
 
 
 def _figures(results: Sequence[EpisodeResult], samples: int, tasks: int) -> Figures:
@@ -68,10 +71,10 @@ def _figures(results: Sequence[EpisodeResult], samples: int, tasks: int) -> Figu
 
 def write_report(plan: EvalPlan, results: Sequence[EpisodeResult]) -> Figures:
     """Writes eval.json and summary.json, and returns what the first one holds."""
-    asked: dict[str, int] = {}
+    tasks_by_source: dict[str, int] = {}
     for row in plan.rows:
-        asked[row.data_source] = asked.get(row.data_source, 0) + 1
-    sources = figures_of(results, plan.samples, asked)
+        tasks_by_source[row.data_source] = tasks_by_source.get(row.data_source, 0) + 1
+    sources = figures_of(results, plan.samples, tasks_by_source)
     report: Figures = {
         "name": plan.config.name,
         "model": plan.source,
@@ -106,9 +109,9 @@ def table_of(report: Figures) -> Table:
     return table
 
 
-def _cell(found: Figures | float | None) -> str:
-    if found is None:
+def _cell(value: Figures | float | None) -> str:
+    if value is None:
         return ""
-    if isinstance(found, dict):
-        return f"{found['value']:.3f}  [{found['low']:.3f}, {found['high']:.3f}]"
-    return str(found) if isinstance(found, int) else f"{found:.2f}"
+    if isinstance(value, dict):
+        return f"{value['value']:.3f}  [{value['low']:.3f}, {value['high']:.3f}]"
+    return str(value) if isinstance(value, int) else f"{value:.2f}"

@@ -152,12 +152,12 @@ def _model(request: EvalRequest, config: RunConfig, run: RunDir | None) -> tuple
     return config.model, f"{run.root}, step {step}", step
 
 
-def _step(run: RunDir, asked: str | None) -> int:
+def _step(run: RunDir, step: str | None) -> int:
     steps = sorted(int(path.name.removeprefix("step_")) for path in run.checkpoints.glob("step_*") if not path.suffix)
-    if not steps or (asked is not None and int(asked) not in steps):
+    if not steps or (step is not None and int(step) not in steps):
         there = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"{run.root} has no checkpoint{f' of step {asked}' if asked else ''}; there: {there}")
-    return steps[-1] if asked is None else int(asked)
+        raise ConfigError(f"{run.root} has no checkpoint{f' of step {step}' if step else ''}; there: {there}")
+    return steps[-1] if step is None else int(step)
 
 
 def _rows(request: EvalRequest, config: RunConfig) -> list[DatasetRow]:
@@ -165,11 +165,11 @@ def _rows(request: EvalRequest, config: RunConfig) -> list[DatasetRow]:
     limit = request.rows or (config.data.eval_limit if request.split == "eval" and not request.data else 0)
     if not request.data:
         return rows_of(config, request.split, limit)
-    found: list[DatasetRow] = []
+    rows: list[DatasetRow] = []
     for path in request.data:
         data = config.data.model_copy(update={"eval": path})
-        found += rows_of(config.model_copy(update={"data": data}), "eval", request.rows)
-    return found
+        rows += rows_of(config.model_copy(update={"data": data}), "eval", request.rows)
+    return rows
 
 
 def export_model(plan: EvalPlan) -> None:
@@ -179,17 +179,17 @@ def export_model(plan: EvalPlan) -> None:
         return
     run, step = plan.export
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f"{folder.name}.exporting*"):  # by a process that was killed; it may still write
-        shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.exporting.") as beside:
-        made = Path(beside) / "model"
-        words = ["train", "export", str(run), str(made), "--step", str(step)]
+    for leftover in folder.parent.glob(f"{folder.name}.exporting*"):  # by a process that was killed; it may still write
+        shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.exporting.") as scratch:
+        exported = Path(scratch) / "model"
+        words = ["train", "export", str(run), str(exported), "--step", str(step)]
         command = [sys.executable, "-m", "penstock.deploy.cli", *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_S, check=False)
         if done.returncode:
             raise ConfigError(f"the checkpoint of step {step} was not written as a model: {done.stderr.strip()}")
         if not folder.exists():  # else another evaluation has written it meanwhile
-            made.rename(folder)
+            exported.rename(folder)
 
 
 # digests -----------------------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def reward(verl: VerlSettings) -> Iterator[Setting]:
 def engine_arguments(verl: VerlSettings) -> Iterator[Setting]:
     engine = verl[f"{ROLLOUT}.name"]
     memory = verl.first(f"{ROLLOUT}.standalone_gpu_memory_utilization", f"{ROLLOUT}.gpu_memory_utilization")
-    asked = {
+    arguments = {
         "tensor_model_parallel_size": (tensor_of(verl), "tensor_parallel_size", "tp_size"),
         "pipeline_model_parallel_size": (
             verl[f"{ROLLOUT}.pipeline_model_parallel_size"],
@@ -132,7 +132,7 @@ def engine_arguments(verl: VerlSettings) -> Iterator[Setting]:
             "chunked_prefill_size",
         ),
     }
-    for name, (value, of_vllm, of_sglang) in asked.items():
+    for name, (value, of_vllm, of_sglang) in arguments.items():
         if engine == "vllm":
             yield f"rollout.vllm_args.{of_vllm}", value
         elif engine == "sglang":

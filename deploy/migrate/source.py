@@ -35,10 +35,10 @@ def read_source(source: Path | None, overrides: Sequence[str]) -> dict[str, Any]
     """Dotted key → value. Overrides win over the file, later ones over earlier ones. Raises `BadSource`."""
     flat = _of_file(source) if source else {}
     for override in overrides:
-        found = _OVERRIDE.fullmatch(override)
-        if found is None:
+        match = _OVERRIDE.fullmatch(override)
+        if match is None:
             raise BadSource(f"override {override!r}: write it as a.b=value")
-        flat.update(_flattened(_value(found.group(2)), found.group(1)))
+        flat.update(_flattened(_value(match.group(2)), match.group(1)))
     return {key: _resolved(value, flat) for key, value in flat.items()}
 
 
@@ -64,7 +64,7 @@ def _of_yaml(text: str, path: Path) -> dict[str, Any]:
 
 def _of_script(text: str, path: Path) -> dict[str, Any]:
     variables = {"HOME": str(Path.home())}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for line in text.replace("\\\n", " ").splitlines():
         try:
             words = shlex.split(_summed(line, variables), comments=True)
@@ -73,18 +73,18 @@ def _of_script(text: str, path: Path) -> dict[str, Any]:
         for word in words:
             override, assignment = _OVERRIDE.fullmatch(word), _ASSIGNMENT.match(word)
             if override and ("." in override.group(1) or override.group(1) in GROUPS):
-                found.update(_flattened(_value(_expanded(override.group(2), variables)), override.group(1)))
+                settings.update(_flattened(_value(_expanded(override.group(2), variables)), override.group(1)))
             elif assignment:
                 variables[assignment.group(1)] = _expanded(assignment.group(2), variables)
-    return found
+    return settings
 
 
 def _expanded(text: str, variables: Mapping[str, str]) -> str:
     """Variables that the script does not set stay as they are written, to be seen in the recipe."""
 
-    def put(found: re.Match[str]) -> str:
-        name = found.group(1) or found.group(3)
-        return variables.get(name, found.group(2) if found.group(2) is not None else found.group(0))
+    def put(match: re.Match[str]) -> str:
+        name = match.group(1) or match.group(3)
+        return variables.get(name, match.group(2) if match.group(2) is not None else match.group(0))
 
     return _VARIABLE.sub(put, text)
 
@@ -92,12 +92,12 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
 def _summed(line: str, variables: Mapping[str, str]) -> str:
     """Sums of whole numbers; what is more than arithmetic stays as it is written."""
 
-    def put(found: re.Match[str]) -> str:
-        text = _NAME.sub(lambda name: variables.get(name.group(1), name.group(0)), found.group(1))
+    def put(match: re.Match[str]) -> str:
+        text = _NAME.sub(lambda name: variables.get(name.group(1), name.group(0)), match.group(1))
         try:
             return str(int(evaluate(canonical(text.replace(" ", "")))))
         except BadExpression:
-            return found.group(0)
+            return match.group(0)
 
     return _SUM.sub(put, line)
 
@@ -134,10 +134,10 @@ def _number(text: str) -> Any:
 def _resolved(value: Any, flat: Mapping[str, Any]) -> Any:
     """A reference's target, else its default; one that leads nowhere stays as it is written."""
     for _ in range(MAX_HOPS):
-        found = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
-        if found is None:
+        match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None:
             return value
-        key, default = found.group(1), found.group(2)
+        key, default = match.group(1), match.group(2)
         if key in flat:
             value = flat[key]
         elif default is not None:

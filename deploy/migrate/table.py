@@ -63,8 +63,8 @@ class Table(BaseModel):
 
     def default(self, key: str) -> Any:
         """The framework's default for `key`; None where it has none."""
-        found = self.find(key)
-        return None if found is None or found.default == ABSENT else found.default
+        entry = self.find(key)
+        return None if entry is None or entry.default == ABSENT else entry.default
 
 
 @lru_cache

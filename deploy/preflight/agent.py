@@ -60,10 +60,10 @@ def check_template(config: RunConfig) -> Check | None:
         return Check("tools", False, str(error), "correct this entry of `tools` in the recipe")
     except (AgentError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
-    found = f"splices exactly, verified on {verified.conversations} conversations"
+    detail = f"splices exactly, verified on {verified.conversations} conversations"
     if roles := sorted(chat.renewing_roles):
-        found += f"; a new segment begins before messages of role {' and '.join(roles)}"
-    return Check("chat template", True, found)
+        detail += f"; a new segment begins before messages of role {' and '.join(roles)}"
+    return Check("chat template", True, detail)
 
 
 def check_loop(config: RunConfig) -> Check | None:
@@ -184,8 +184,8 @@ QUESTION = {"query": "penstock doctor"}
 
 def check_search(config: RunConfig) -> list[Check]:
     """Search servers of the recipe. A web search is paid for by the question and is not asked."""
-    found = [entry for entry in config.tools if entry.name == "search" or entry.name.endswith(":SearchTool")]
-    return [asyncio.run(_ask(entry.settings)) for entry in found]
+    tools = [entry for entry in config.tools if entry.name == "search" or entry.name.endswith(":SearchTool")]
+    return [asyncio.run(_ask(entry.settings)) for entry in tools]
 
 
 async def _ask(settings: dict[str, Any]) -> Check:

@@ -33,8 +33,8 @@ def skipped(name: str, why: str) -> Check:
     return Check(name, True, why, skipped=True)
 
 
-def warning(name: str, found: str, fix: str) -> Check:
-    return Check(name, True, found, fix, warns=True)
+def warning(name: str, detail: str, fix: str) -> Check:
+    return Check(name, True, detail, fix, warns=True)
 
 
 CGROUP_V2 = Path("/sys/fs/cgroup")

@@ -70,8 +70,8 @@ def check_data(config: RunConfig) -> Check:
         except (DataError, BadSpec) as error:
             return Check("data", False, spec, str(error))
         if config.rollout.engine in BLIND and any(row.has_images for row in rows):
-            found = f"{spec} has images, of which rollout.engine={config.rollout.engine} makes pixels of its own"
-            return Check("data", False, found, "set rollout.engine=vllm or hf, see docs/vision.md")
+            detail = f"{spec} has images, of which rollout.engine={config.rollout.engine} makes pixels of its own"
+            return Check("data", False, detail, "set rollout.engine=vllm or hf, see docs/vision.md")
         counts.append(f"{len(rows)} rows in {spec}")
     return Check("data", True, "; ".join(counts) or "generated for the run")
 

@@ -31,10 +31,10 @@ def check_room(config: RunConfig) -> Check | None:
     if shape is None:
         return None
     checkpoint = checkpoint_bytes(config, shape)
-    kept = config.trainer.keep_checkpoints + 1  # the one that is written beside those that stay
+    count = config.trainer.keep_checkpoints + 1  # the one that is written beside those that stay
     on_disk = config.rollout.weight_transport == "disk"
     parts = {
-        f"{kept} checkpoints of {human(checkpoint)}": kept * checkpoint,
+        f"{count} checkpoints of {human(checkpoint)}": count * checkpoint,
         "final model": MASTER * shape.parameters,
         "steps between two checkpoints": config.trainer.checkpoint_every * step_bytes(config),
         "published weights": published_bytes(shape.parameters, config) if on_disk else 0,
@@ -73,12 +73,12 @@ def check_disk(config: RunConfig) -> Check:
     shape = model_shape(config)
     checkpoint_s = checkpoint_bytes(config, shape) / rate if shape else 0.0
     speed = f"{human(rate)}/s and {1000 * sync_s:.0f} ms per small fsync"
-    found = f"{speed} in {folder}; a checkpoint takes {checkpoint_s:.0f} s"
+    detail = f"{speed} in {folder}; a checkpoint takes {checkpoint_s:.0f} s"
     if sync_s > SLOW_SYNC_S or checkpoint_s > HOPELESS_CHECKPOINT_S:
-        return Check("disk", False, found, ELSEWHERE)
+        return Check("disk", False, detail, ELSEWHERE)
     if checkpoint_s > SLOW_CHECKPOINT_S:
-        return warning("disk", found, f"{ELSEWHERE}, or raise trainer.checkpoint_every")
-    return Check("disk", True, found)
+        return warning("disk", detail, f"{ELSEWHERE}, or raise trainer.checkpoint_every")
+    return Check("disk", True, detail)
 
 
 def measure(folder: Path) -> tuple[float, float]:

@@ -61,20 +61,20 @@ def check_threads(config: RunConfig) -> Check | None:
     rollout, trainer, have = config.rollout, config.trainer, cores()
     if not rollout.servers and not trainer.ranks:
         return None
-    asked = trainer.threads or 1  # the default is at most a rank's share of what is there
-    wanted = {"rollout.threads": rollout.threads if rollout.servers else 0, "trainer.threads": asked}
-    key, most = max(wanted.items(), key=lambda item: item[1])
+    rank_threads = trainer.threads or 1  # the default is at most a rank's share of what is there
+    threads = {"rollout.threads": rollout.threads if rollout.servers else 0, "trainer.threads": rank_threads}
+    key, most = max(threads.items(), key=lambda item: item[1])
     ranks_here = trainer.ranks // trainer_nodes()
     of_rank = trainer.threads_of_rank(have, ranks_here, on_gpu=has_gpu()) if trainer.ranks else 0
     servers, ranks = f"{rollout.servers} servers of {rollout.threads}", f"{ranks_here} ranks of {of_rank}"
-    found = f"{have} cores; threads: {servers}, {ranks}"
+    detail = f"{have} cores; threads: {servers}, {ranks}"
     if most > have:
         return Check(
-            "threads", False, found, f"set {key}={have:g} or less: threads that share a core wait for each other"
+            "threads", False, detail, f"set {key}={have:g} or less: threads that share a core wait for each other"
         )
-    if rollout.servers * rollout.threads + ranks_here * asked > have:
-        return warning("threads", found, "fewer servers, ranks or threads: together they ask for more than there is")
-    return Check("threads", True, found)
+    if rollout.servers * rollout.threads + ranks_here * rank_threads > have:
+        return warning("threads", detail, "fewer servers, ranks or threads: together they ask for more than there is")
+    return Check("threads", True, detail)
 
 
 def trainer_nodes() -> int:
@@ -130,8 +130,8 @@ def check_size(config: RunConfig) -> Check | None:
         return _on_devices(config, 0.0 if config.trainer.offload else states, served, gpu_bytes)
     ranks_here = config.trainer.ranks // trainer_nodes()
     needed, have = ranks_here * states + config.rollout.servers * served, memory_bytes()
-    found = f"{config.model}: trainer and servers keep {human(needed)} of it in this machine's memory of {human(have)}"
-    return Check("model size", needed <= have, found, "take a smaller model, trainer.lora.rank, fewer rollout.servers")
+    detail = f"{config.model}: trainer and servers keep {human(needed)} of it in this machine's memory of {human(have)}"
+    return Check("model size", needed <= have, detail, "take a smaller model, trainer.lora.rank, fewer rollout.servers")
 
 
 def _on_devices(config: RunConfig, states: float, served: float, gpu_bytes: int) -> Check:
@@ -139,12 +139,12 @@ def _on_devices(config: RunConfig, states: float, served: float, gpu_bytes: int)
     on_server = served / each if each and config.rollout.servers else 0.0
     parts = {"a trainer rank": states, "a rollout server": on_server}
     who, most = max(parts.items(), key=lambda part: part[1])
-    found = f"{config.model}: {who} keeps {human(most)} of it on a device of {human(gpu_bytes)}"
+    detail = f"{config.model}: {who} keeps {human(most)} of it on a device of {human(gpu_bytes)}"
     more = "raise trainer.ranks" if config.trainer.parallel.replicate == 1 else "lower trainer.parallel.replicate"
     fix = f"{more}, or set trainer.offload=true or trainer.lora.rank"
     if who == "a rollout server":
         fix = "split the server over more GPUs (tensor_parallel_size, tp_size), or take a smaller model"
-    return Check("model size", most <= gpu_bytes, found, fix)
+    return Check("model size", most <= gpu_bytes, detail, fix)
 
 
 def check_apart(config: RunConfig, count: int) -> Iterator[Check]:
@@ -154,10 +154,10 @@ def check_apart(config: RunConfig, count: int) -> Iterator[Check]:
     servers = range(config.rollout.servers + config.rollout.evaluation_server)
     ranks = config.trainer.ranks
     shared = [number for number in servers if places_of_server(config, number, count)[0] < ranks]
-    found = "the ranks and the workers that receive have GPUs of their own"
+    detail = "the ranks and the workers that receive have GPUs of their own"
     if shared:
-        found = f"rollout server {shared[0]} receives on a GPU that a rank sends from, and NCCL takes each GPU once"
-    yield Check("rollout.weight_transport", not shared, found, "set it to broadcast" if shared else "")
+        detail = f"rollout server {shared[0]} receives on a GPU that a rank sends from, and NCCL takes each GPU once"
+    yield Check("rollout.weight_transport", not shared, detail, "set it to broadcast" if shared else "")
 
 
 def check_driver(config: RunConfig) -> Check | None:
@@ -179,8 +179,8 @@ def check_wire(config: RunConfig) -> Check | None:
     if rollout.weight_transport != "nccl" or not (has_gpu() and rollout.servers and config.trainer.ranks):
         return None
     if rollout.engine != "vllm":
-        found = f"versions go over gloo, which is slower: {rollout.engine} receives over nothing else"
-        return warning("nccl broadcast", found, "set rollout.weight_transport=broadcast, or rollout.engine=vllm")
+        detail = f"versions go over gloo, which is slower: {rollout.engine} receives over nothing else"
+        return warning("nccl broadcast", detail, "set rollout.weight_transport=broadcast, or rollout.engine=vllm")
     try:
         builds = _builds(config)
     except (OSError, subprocess.SubprocessError) as error:
@@ -190,9 +190,9 @@ def check_wire(config: RunConfig) -> Check | None:
     trainer, server = builds["trainer"], builds["vllm"]
     if trainer.nccl and trainer.nccl == server.nccl:
         return Check("nccl broadcast", True, f"NCCL {trainer.nccl} on both sides")
-    found = f"versions go over gloo, which is slower: the trainer has {trainer}, vllm has {server}"
+    detail = f"versions go over gloo, which is slower: the trainer has {trainer}, vllm has {server}"
     same = f"TORCH_VERSION={server.torch.partition('+')[0]} scripts/install-torch"
-    return warning("nccl broadcast", found, f"install the same torch for both: {same}")
+    return warning("nccl broadcast", detail, f"install the same torch for both: {same}")
 
 
 def _builds(config: RunConfig) -> dict[str, TorchBuild]:
@@ -236,18 +236,18 @@ def check_gpus(config: RunConfig) -> Iterator[Check]:
 def _enough(config: RunConfig, count: int, names: list[str]) -> Check:
     ranks, each = config.trainer.ranks, gpus_of_server(config.rollout)
     servers = config.rollout.servers
-    found = f"{count} ({', '.join(sorted(set(names)))}); {ranks} ranks, {servers} servers of {each}"
+    detail = f"{count} ({', '.join(sorted(set(names)))}); {ranks} ranks, {servers} servers of {each}"
     if ranks > count or (servers and each > count):
         fix = f"set trainer.ranks to {count} or less, and each engine's tensor parallelism, or start parts elsewhere"
-        return Check("gpus", False, found, fix)
+        return Check("gpus", False, detail, fix)
     if config.placement.colocated:
-        return Check("gpus", True, f"{found}, in turns with the trainer")
+        return Check("gpus", True, f"{detail}, in turns with the trainer")
     if config.placement.lend:
-        found = f"{found}, {lent_servers(config)} more in turns with the trainer"
+        detail = f"{detail}, {lent_servers(config)} more in turns with the trainer"
     if ranks + servers * each > count:
         fix = "start servers on other machines, or let each engine take a part of its device (gpu_memory_utilization)"
-        return warning("gpus", f"{found}: trainer and engines share devices", fix)
-    return Check("gpus", True, found)
+        return warning("gpus", f"{detail}: trainer and engines share devices", fix)
+    return Check("gpus", True, detail)
 
 
 def _together(torch: Any, ranks: int) -> Check:
@@ -257,8 +257,8 @@ def _together(torch: Any, ranks: int) -> Check:
     apart = [pair for pair in permutations(range(ranks), 2) if not torch.cuda.can_device_access_peer(*pair)]
     version = ".".join(map(str, torch.cuda.nccl.version()))
     if apart:
-        found = f"NCCL {version}; {len(apart)} pairs of devices, such as {apart[0]}, do not reach each other's memory"
+        detail = f"NCCL {version}; {len(apart)} pairs of devices, such as {apart[0]}, do not reach each other's memory"
         return warning(
-            "nccl", found, "collectives go through the host there: choose devices under one switch or NVLink"
+            "nccl", detail, "collectives go through the host there: choose devices under one switch or NVLink"
         )
     return Check("nccl", True, f"NCCL {version}; all {ranks} devices reach each other")

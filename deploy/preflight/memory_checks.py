@@ -74,22 +74,22 @@ def check_memory(config: RunConfig) -> Iterator[Check]:
 def _on_host(parts: dict[str, float]) -> Check:
     total, have, free = sum(parts.values()), memory_bytes(), available_bytes()
     listed = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size >= 1 << 20)
-    found = f"about {human(total)} of {human(have)} ({listed})"
+    detail = f"about {human(total)} of {human(have)} ({listed})"
     fix = FIXES[max(parts, key=parts.__getitem__)]
     if total > have:
-        return Check("memory", False, found, fix)
+        return Check("memory", False, detail, fix)
     if total > free:
-        return warning("memory", f"{found}; {human(free)} are free now", f"end other programs, or {fix}")
-    return Check("memory", True, found)
+        return warning("memory", f"{detail}; {human(free)} are free now", f"end other programs, or {fix}")
+    return Check("memory", True, detail)
 
 
 def _in_flight(config: RunConfig) -> Check:
     needed, most = in_flight_bytes(config), config.transfer_queue.max_bytes
-    found = f"episodes in flight hold up to {human(needed)}, transfer_queue.max_bytes is {human(most)}"
+    detail = f"episodes in flight hold up to {human(needed)}, transfer_queue.max_bytes is {human(most)}"
     if needed <= most:
-        return Check("staleness in flight", True, found)
+        return Check("staleness in flight", True, detail)
     fix = f"set transfer_queue.max_bytes={int(needed * 1.2)}, or lower max_staleness: admission stops where it is full"
-    return warning("staleness in flight", found, fix)
+    return warning("staleness in flight", detail, fix)
 
 
 def check_shared_memory(config: RunConfig) -> Check | None:
@@ -129,14 +129,14 @@ def check_device(name: str, config: RunConfig, shape: ModelShape, gpus: Gpus) ->
     needed = sum(server_bytes(shape, config, config.rollout.max_model_len).values()) / each if each else 0.0
     claimed = _claim(config) * gpus.bytes if each else 0.0
     if needed > claimed:
-        key, found = _claim_key(config), f"an engine needs {human(needed)} of each device"
+        key, detail = _claim_key(config), f"an engine needs {human(needed)} of each device"
         fix = f"raise {key}, split it over more GPUs (tensor_parallel_size, tp_size), or lower rollout.max_model_len"
-        return Check(name, False, f"{found}, {key} leaves it {human(claimed)} of {human(gpus.bytes)}", fix)
+        return Check(name, False, f"{detail}, {key} leaves it {human(claimed)} of {human(gpus.bytes)}", fix)
     parts = busiest(config, shape, gpus)
     total, limit = sum(parts.values()), limit_of(parts, gpus)
     listed = ", ".join(f"{part} {human(size)}" for part, size in parts.items() if size >= 1 << 20)
-    found = f"a device holds about {human(total)} of {human(limit)} that can be used ({listed or 'nothing'})"
-    return Check(name, total <= limit, found, "" if total <= limit else _fix(config, shape, gpus, parts))
+    detail = f"a device holds about {human(total)} of {human(limit)} that can be used ({listed or 'nothing'})"
+    return Check(name, total <= limit, detail, "" if total <= limit else _fix(config, shape, gpus, parts))
 
 
 def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float]:
@@ -183,11 +183,13 @@ def _claim(config: RunConfig) -> float:
         return 0.0
     name, usual = CLAIMS[config.rollout.engine]
     arguments = config.rollout.vllm_args if config.rollout.engine == "vllm" else config.rollout.sglang_args
-    given = {key.replace("-", "_"): value for key, value in arguments.items()}
+    settings = {key.replace("-", "_"): value for key, value in arguments.items()}
     try:
-        return float(given.get(name) or usual)
+        return float(settings.get(name) or usual)
     except (TypeError, ValueError):
-        raise ConfigError(f"{_claim_key(config)}: {given[name]!r} is no share of a device, such as {usual}") from None
+        raise ConfigError(
+            f"{_claim_key(config)}: {settings[name]!r} is no share of a device, such as {usual}"
+        ) from None
 
 
 def _claim_key(config: RunConfig) -> str:
@@ -262,11 +264,11 @@ HEADER = re.compile(r"\b(one|\d+) GPUs? of (\d+) GB\b", re.IGNORECASE)
 def declared_gpus(recipe: Path) -> Gpus | None:
     """Of the comment that the file begins with; a card of 80 GB reports nearly as many GiB."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), recipe.read_text(encoding="utf-8").splitlines())
-    found = HEADER.search(" ".join(line.lstrip("# ") for line in lines))
-    if found is None:
+    match = HEADER.search(" ".join(line.lstrip("# ") for line in lines))
+    if match is None:
         return None
-    count = found[1].lower()
-    return Gpus(1 if count == "one" else int(count), int(found[2]) << 30)
+    count = match[1].lower()
+    return Gpus(1 if count == "one" else int(count), int(match[2]) << 30)
 
 
 def check_recipes(folder: Path, described: Path | None = None) -> Iterator[RecipeMemory]:
@@ -279,8 +281,8 @@ def check_recipes(folder: Path, described: Path | None = None) -> Iterator[Recip
     recipes = [file for file in files if _is_recipe(file)]
     if not recipes:
         raise ConfigError(f"--recipes {folder}: no recipe below it; a recipe is a YAML file with the key `model`")
-    given = _given(described) if described is not None else None
-    yield from (_checked(file, str(file.relative_to(folder)), given) for file in recipes)
+    sizes = _given(described) if described is not None else None
+    yield from (_checked(file, str(file.relative_to(folder)), sizes) for file in recipes)
 
 
 def _given(described: Path) -> tuple[ModelShape, str]:
@@ -299,17 +301,17 @@ def _is_recipe(file: Path) -> bool:
     return isinstance(tree, dict) and "model" in tree
 
 
-def _checked(file: Path, name: str, given: tuple[ModelShape, str] | None) -> RecipeMemory:
+def _checked(file: Path, name: str, sizes: tuple[ModelShape, str] | None) -> RecipeMemory:
     """A recipe that cannot be read, or is no UTF-8, is one finding among the others'."""
     try:
-        return _summed(file, name, load_config(file), given)
+        return _summed(file, name, load_config(file), sizes)
     except (ConfigError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())
         return RecipeMemory(name, Check(name, False, problem, "correct the key or file that is named"))
 
 
-def _summed(file: Path, name: str, config: RunConfig, given: tuple[ModelShape, str] | None) -> RecipeMemory:
-    shape, sizes = given or find_shape(config)
+def _summed(file: Path, name: str, config: RunConfig, known: tuple[ModelShape, str] | None) -> RecipeMemory:
+    shape, sizes = known or find_shape(config)
     gpus = declared_gpus(file)
     if gpus is None:
         why = "its first comment declares no GPU (`one GPU of 80 GB`); `penstock doctor RECIPE` asks this machine"

@@ -103,13 +103,13 @@ def _read_header(file: Path) -> dict[str, Any]:
 
 def _parsed(file: Path, header: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(header)
-        found.pop("__metadata__", None)
-        for entry in found.values():
+        entries = json.loads(header)
+        entries.pop("__metadata__", None)
+        for entry in entries.values():
             entry["shape"], entry["data_offsets"][1]
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise BadModelFiles(f"the header of {file.name} cannot be read: {error}") from error
-    checked: dict[str, Any] = found
+    checked: dict[str, Any] = entries
     return checked
 
 
@@ -181,10 +181,10 @@ def read_config(model: Path) -> dict[str, Any]:
     """
     try:
         declared = json.loads((model / "config.json" if model.is_dir() else model).read_text())
-        found: dict[str, Any] = declared.get("text_config", declared)
+        text_config: dict[str, Any] = declared.get("text_config", declared)
     except (OSError, ValueError, AttributeError) as error:
         raise BadModelFiles(f"config.json cannot be read: {error}") from error
-    return found
+    return text_config
 
 
 def check_vocabulary(config: RunConfig) -> Check | None:
@@ -229,14 +229,14 @@ def check_context(config: RunConfig) -> Check | None:
         declared = read_config(folder)
     except BadModelFiles:
         return None  # `check_model` says so
-    most, wanted = declared.get("max_position_embeddings"), config.rollout.max_model_len
+    most, positions = declared.get("max_position_embeddings"), config.rollout.max_model_len
     scaling = declared.get("rope_scaling") or declared.get("rope_parameters") or {}
     # YaRN and its like: the engine works the length out.
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else "default"
-    if not isinstance(most, int) or wanted <= most or kind != "default":
-        return Check("context length", True, f"{wanted} of {most} positions")
-    found = f"rollout.max_model_len is {wanted}, the model has {most} positions (max_position_embeddings)"
+    if not isinstance(most, int) or positions <= most or kind != "default":
+        return Check("context length", True, f"{positions} of {most} positions")
+    detail = f"rollout.max_model_len is {positions}, the model has {most} positions (max_position_embeddings)"
     fix = f"set rollout.max_model_len to {most} or less, or take a model with a longer context"
     if config.rollout.engine == "hf":
-        return warning("context length", found, fix)
-    return Check("context length", False, found, fix)
+        return warning("context length", detail, fix)
+    return Check("context length", False, detail, fix)

@@ -148,7 +148,7 @@ def _cached_config(model: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(model, "config.json")
+        path = try_to_load_from_cache(model, "config.json")
     except HFValidationError:  # a path
         return None
-    return Path(found) if isinstance(found, str) else None
+    return Path(path) if isinstance(path, str) else None

@@ -94,14 +94,14 @@ def check_weights_host(config: RunConfig) -> Check | None:
 def _own_name() -> Check:
     name = own_host()
     try:
-        found = socket.gethostbyname(name)
+        address = socket.gethostbyname(name)
     except OSError as error:
         fix = f"set {HOST_VARIABLE} to this machine's address, or rollout.host to it"
         return Check("rollout.host", False, f"this machine is advertised as {name}: {error}", fix)
-    if is_loopback(found):
+    if is_loopback(address):
         fix = f"set {HOST_VARIABLE} to this machine's address, or let {name} stand for it in DNS or /etc/hosts"
-        return warning("rollout.host", f"this machine is advertised as {name}, which is {found} here", fix)
-    return Check("rollout.host", True, f"advertised as {name}, {found}")
+        return warning("rollout.host", f"this machine is advertised as {name}, which is {address} here", fix)
+    return Check("rollout.host", True, f"advertised as {name}, {address}")
 
 
 ANSWER_DEADLINE_S = 5.0
@@ -119,10 +119,10 @@ def check_redis(config: RunConfig) -> Check:
     if config.transfer_queue.url:
         return Check("redis", True, f"the one at {redact(config.transfer_queue.url)}")
     try:
-        found = find_redis_server()
+        binary = find_redis_server()
     except QueueError as error:
         return Check("redis-server", False, "not usable", str(error))
-    return Check("redis-server", True, found.path)
+    return Check("redis-server", True, binary.path)
 
 
 def check_own_redis(config: RunConfig) -> list[Check]:
@@ -173,12 +173,12 @@ def _append_only(infos: list[dict[str, Any]]) -> Check:
 def _memory(infos: list[dict[str, Any]], max_bytes: int) -> Check:
     room = sum(max(0, _most(info) - int(info.get("used_memory", 0))) for info in infos)
     needed = int(max_bytes * OVERHEAD)
-    found = f"{human(room)} left, transfer_queue.max_bytes needs {human(needed)}"
+    detail = f"{human(room)} left, transfer_queue.max_bytes needs {human(needed)}"
     fix = f"raise its maxmemory, or set transfer_queue.max_bytes={int(room / OVERHEAD)} or less"
     limited = any(int(info.get("maxmemory", 0)) for info in infos)
     if room < needed and not limited:  # the machine's memory, which others share
-        return warning("redis memory", found, fix)
-    return Check("redis memory", room >= needed, found, fix)
+        return warning("redis memory", detail, fix)
+    return Check("redis memory", room >= needed, detail, fix)
 
 
 def _most(info: Mapping[str, Any]) -> int:

@@ -20,9 +20,9 @@ def check_routing_replay(config: RunConfig) -> Check | None:
     """Only where it is asked for."""
     if not config.rollout.routing_replay:
         return None
-    for wrong, found, fix in _obstacles(config):
+    for wrong, detail, fix in _obstacles(config):
         if wrong:
-            return Check(NAME, False, found, fix)
+            return Check(NAME, False, detail, fix)
     try:
         layers = _layers(config)
     except ValueError as error:
@@ -62,8 +62,8 @@ def token_bytes(config: RunConfig) -> int:
 
 def _teacher_bytes(config: RunConfig) -> int:
     """A logprob, and id and logprob of each of its likeliest ids: of the teacher that gives most."""
-    given = config.agent.teacher_top_k
-    return 4 + 8 * max(given) if given else 0
+    top_ks = config.agent.teacher_top_k
+    return 4 + 8 * max(top_ks) if top_ks else 0
 
 
 def _layers(config: RunConfig) -> MixtureLayers | None:

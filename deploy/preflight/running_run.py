@@ -73,7 +73,9 @@ async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
 
 async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: RunConnection) -> list[Check]:
     status, servers, newest = await queue.status(), await queue.servers(), await queue.latest_version()
-    workers = ", ".join(f"{name} ({held})" for name, held in sorted(status.workers.items())) or "none holds an episode"
+    workers = (
+        ", ".join(f"{name} ({count})" for name, count in sorted(status.workers.items())) or "none holds an episode"
+    )
     reached = Check("queue", True, f"run {link.run}, version {status.version}; workers: {workers}")
     if not servers:
         none = warning("servers", "none is in the registry", "start one: penstock rollout, or rollout.servers=1")
@@ -88,8 +90,8 @@ async def _server(http: httpx.AsyncClient, server: ServerInfo, link: RunConnecti
         async with asyncio.timeout(ANSWER_DEADLINE_S):
             answer = await http.get(f"{server.url}/health")
     except UNREACHED as error:
-        found = f"{server.url}: {type(error).__name__} {error}".strip()
-        return [Check(name, False, found, _unreached(server, link))]
+        detail = f"{server.url}: {type(error).__name__} {error}".strip()
+        return [Check(name, False, detail, _unreached(server, link))]
     if answer.status_code == HTTPStatus.UNAUTHORIZED:
         fix = f"set {TOKEN_VARIABLE} to the run's token, as its connect.env has it"
         return [Check(name, False, f"{server.url} refuses this token", fix)]
@@ -156,7 +158,7 @@ def _unreached(server: ServerInfo, link: RunConnection) -> str:
 def _body(answer: httpx.Response) -> dict[str, Any]:
     """Empty where the answer is no JSON object: something else listens there."""
     try:
-        found = answer.json()
+        body = answer.json()
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return body if isinstance(body, dict) else {}

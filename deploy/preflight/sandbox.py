@@ -151,26 +151,26 @@ async def _attack(config: RunConfig) -> list[Check]:
 async def _network(session: Session, config: RunConfig) -> Check:
     with _listeners(config) as listeners:
         addresses = [listener.getsockname()[:2] for listener in listeners]
-        said = await _run(session, _CONNECT.format(addresses=[*addresses, *_servers(config), OUTSIDE]))
+        output = await _run(session, _CONNECT.format(addresses=[*addresses, *_servers(config), OUTSIDE]))
         visited = [str(listener.getsockname()[:2]) for listener in listeners if _was_visited(listener)]
-    reached = [line.removeprefix("REACHED ") for line in said.splitlines() if line.startswith("REACHED")] + visited
-    return _judged("network", reached, said, "code in a box reaches nothing")
+    reached = [line.removeprefix("REACHED ") for line in output.splitlines() if line.startswith("REACHED")] + visited
+    return _judged("network", reached, output, "code in a box reaches nothing")
 
 
 async def _processes(session: Session, config: RunConfig) -> Check:
-    said = await _run(session, _FORK.format(tries=config.sandbox.pids + 64))
+    output = await _run(session, _FORK.format(tries=config.sandbox.pids + 64))
     beyond = [f"{config.sandbox.pids + 64} processes where sandbox.pids is {config.sandbox.pids}"]
     answers = (await session.run_python("print(6 * 7)")).stdout.strip() == "42"
     if not answers:
         return Check("containment: processes", False, "the box does not answer after a burst of processes", BACKEND)
-    return _judged("processes", beyond if "UNLIMITED" in said else [], said, f"at most {config.sandbox.pids}")
+    return _judged("processes", beyond if "UNLIMITED" in output else [], output, f"at most {config.sandbox.pids}")
 
 
 async def _files(session: Session, config: RunConfig) -> Check:
     with _secret() as secret:
-        said = await _run(session, _READ.format(paths=[str(secret), os.path.join(config.model, "config.json")]))
-    read = [said.removeprefix("READ ")] if said.startswith("READ") else []
-    return _judged("host files", read, said, "neither files nor secrets of this machine")
+        output = await _run(session, _READ.format(paths=[str(secret), os.path.join(config.model, "config.json")]))
+    read = [output.removeprefix("READ ")] if output.startswith("READ") else []
+    return _judged("host files", read, output, "neither files nor secrets of this machine")
 
 
 @contextlib.contextmanager
@@ -192,13 +192,13 @@ async def _run(session: Session, code: str) -> str:
     return result.stdout.strip() or (f"walled {result.limit}" if result.limit else result.stderr.strip()[-300:])
 
 
-def _judged(attack: str, reached: list[str], said: str, held: str) -> Check:
+def _judged(attack: str, reached: list[str], output: str, guarantee: str) -> Check:
     name = f"containment: {attack}"
     if reached:
         return Check(name, False, f"code in a box reached {', '.join(reached)}", BACKEND)
-    if "walled" not in said:
-        return Check(name, False, f"the attack could not be tried: {said or 'it said nothing'}", BACKEND)
-    return Check(name, True, held)
+    if "walled" not in output:
+        return Check(name, False, f"the attack could not be tried: {output or 'it said nothing'}", BACKEND)
+    return Check(name, True, guarantee)
 
 
 @contextlib.contextmanager
@@ -207,12 +207,12 @@ def _listeners(config: RunConfig) -> Iterator[list[socket.socket]]:
     one.
     """
     with contextlib.ExitStack() as stack:
-        made = []
+        listeners = []
         for host in dict.fromkeys(("127.0.0.1", _outward(config))):
             listener = stack.enter_context(socket.create_server((host, 0)))
             listener.setblocking(False)
-            made.append(listener)
-        yield made
+            listeners.append(listener)
+        yield listeners
 
 
 def _outward(config: RunConfig) -> str:

@@ -56,11 +56,11 @@ async def _check_stock_server(config: RolloutConfig) -> Check:
     from penstock.rollout_server import EngineError, find_installation
 
     try:
-        found = await find_installation(config)
+        installation = await find_installation(config)
     except EngineError as error:
         return Check("rollout.engine", False, config.engine, str(error))
-    name = f"{config.engine} {found.version} in {found.python}"
-    if not found.cpu and not any(map(os.path.exists, GPU_DEVICES)):
+    name = f"{config.engine} {installation.version} in {installation.python}"
+    if not installation.cpu and not any(map(os.path.exists, GPU_DEVICES)):
         fix = f"scripts/setup-{config.engine} makes the build for this machine; rollout.engine=hf computes on CPUs"
         return Check("rollout.engine", False, f"{name} is built for GPUs, and this machine has none", fix)
     return Check("rollout.engine", True, name)
@@ -89,8 +89,8 @@ def check_versions(_config: RunConfig) -> Check:
 
 
 def _fits(needed: Any) -> bool:
-    found = _version(needed.name)
-    return found != "missing" and needed.specifier.contains(found, prereleases=True)
+    version = _version(needed.name)
+    return version != "missing" and needed.specifier.contains(version, prereleases=True)
 
 
 def _version(name: str) -> str:
@@ -115,12 +115,12 @@ def check_algorithm(config: RunConfig) -> Check | None:
         return None
     from penstock.trainer import check_algorithm
 
-    found = f"{config.trainer.advantage}, {config.trainer.loss}, {config.group_size} episodes per task"
+    detail = f"{config.trainer.advantage}, {config.trainer.loss}, {config.group_size} episodes per task"
     try:
         check_algorithm(config.trainer, config.group_size)
     except ValueError as error:
-        return Check("trainer.advantage", False, found, str(error))
-    return Check("trainer.advantage", True, found)
+        return Check("trainer.advantage", False, detail, str(error))
+    return Check("trainer.advantage", True, detail)
 
 
 def check_training_engine(config: RunConfig) -> Check | None:
@@ -129,13 +129,13 @@ def check_training_engine(config: RunConfig) -> Check | None:
     from penstock.trainer.engines import check_engine
 
     trainer = config.trainer
-    found = f"{trainer.engine}, {trainer.ranks} ranks"
+    detail = f"{trainer.engine}, {trainer.ranks} ranks"
     try:
         check_engine(trainer)
         _check_split(config)
     except ValueError as error:
-        return Check("trainer.engine", False, found, str(error))
-    return Check("trainer.engine", True, found)
+        return Check("trainer.engine", False, detail, str(error))
+    return Check("trainer.engine", True, detail)
 
 
 def _check_split(config: RunConfig) -> None:
@@ -161,15 +161,15 @@ def check_packing(config: RunConfig) -> Check | None:
         return None
     from penstock.trainer.engines.fsdp import try_model
 
-    name, found = "packed training", try_model(config.model)
-    if found.refused:
+    name, trial = "packed training", try_model(config.model)
+    if trial.refused:
         return Check(
-            name, False, found.refused, "choose another model: no setting of trainer.engine fsdp trains this one"
+            name, False, trial.refused, "choose another model: no setting of trainer.engine fsdp trains this one"
         )
-    if found.skipped:
-        return skipped(name, f"the trainer tries it when it starts; here {found.skipped}")
-    how = f"rows are trained unpacked: {found.unpacked_because}" if found.unpacked_because else PACKED
-    return Check(name, True, how + (", tried on a small copy" if found.copied else ""))
+    if trial.skipped:
+        return skipped(name, f"the trainer tries it when it starts; here {trial.skipped}")
+    how = f"rows are trained unpacked: {trial.unpacked_because}" if trial.unpacked_because else PACKED
+    return Check(name, True, how + (", tried on a small copy" if trial.copied else ""))
 
 
 def check_sampling(config: RunConfig) -> Check:
@@ -204,13 +204,13 @@ def check_concurrency(config: RunConfig) -> Check:
     step = config.groups_per_step * config.group_size
     admitted = step * (config.max_staleness + 1)
     at_once = config.agent.workers * config.agent.concurrency
-    found = f"{at_once} episodes at once of {admitted} that may be under way (max_staleness {config.max_staleness})"
+    detail = f"{at_once} episodes at once of {admitted} that may be under way (max_staleness {config.max_staleness})"
     advice = f"agent.concurrency={math.ceil(admitted / config.agent.workers)} runs all of them"
     if at_once < step:
-        return warning("agent.concurrency", f"{found}; a step has {step}", f"{advice}: no step waits for places then")
+        return warning("agent.concurrency", f"{detail}; a step has {step}", f"{advice}: no step waits for places then")
     if at_once < admitted:
-        return Check("agent.concurrency", True, f"{found}; where tools or rewards wait for seconds, {advice}")
-    return Check("agent.concurrency", True, found)
+        return Check("agent.concurrency", True, f"{detail}; where tools or rewards wait for seconds, {advice}")
+    return Check("agent.concurrency", True, detail)
 
 
 def check_training_job(config: RunConfig) -> Check | None:

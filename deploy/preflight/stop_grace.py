@@ -75,9 +75,9 @@ def check_stop_grace(config: RunConfig) -> Iterator[Check]:
 
 def _known_graces(config: RunConfig) -> Iterator[tuple[str, float, str]]:
     """(what it is, seconds that it leaves to the trainer, how it becomes longer)"""
-    given = config.trainer.stop_grace_s
-    if given is not None:
-        yield f"trainer.stop_grace_s is {given:g}", given, "raise trainer.stop_grace_s, or leave it out"
+    configured_s = config.trainer.stop_grace_s
+    if configured_s is not None:
+        yield f"trainer.stop_grace_s is {configured_s:g}", configured_s, "raise trainer.stop_grace_s, or leave it out"
     outside = os.environ.get(GRACE_VARIABLE, "")
     if re.fullmatch(r"\d+", outside):
         around = SLURM_S if "SLURM_JOB_ID" in os.environ else CONTAINER_S
@@ -98,5 +98,5 @@ def _kill_wait_s() -> float | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True)
     except (OSError, subprocess.SubprocessError):  # none is reached from here: nothing is known of its grace
         return None
-    found = re.search(r"^KillWait\s*=\s*(\d+)", done.stdout, re.MULTILINE)
-    return float(found.group(1)) if found else None
+    match = re.search(r"^KillWait\s*=\s*(\d+)", done.stdout, re.MULTILINE)
+    return float(match.group(1)) if match else None

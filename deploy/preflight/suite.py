@@ -178,7 +178,7 @@ def _ask(checks: Sequence[Asked], config: RunConfig) -> Iterator[Check]:
             yield from _listed(begun[check].result() if check in begun else check(config))
 
 
-def _listed(found: Found) -> Iterable[Check]:
-    if found is None:
+def _listed(result: Found) -> Iterable[Check]:
+    if result is None:
         return ()
-    return (found,) if isinstance(found, Check) else found
+    return (result,) if isinstance(result, Check) else result

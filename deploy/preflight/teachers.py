@@ -25,8 +25,8 @@ def check_teachers(config: RunConfig) -> Iterator[Check]:
     if not teachers and not learns:
         return
     if not teachers:
-        found, fix = "none, and trainer.distill is on", "name a teacher per data source, or set trainer.distill to 0"
-        yield Check(NAME, False, found, fix)
+        detail, fix = "none, and trainer.distill is on", "name a teacher per data source, or set trainer.distill to 0"
+        yield Check(NAME, False, detail, fix)
         return
     if not learns:
         fix = "set trainer.distill.in_advantage or trainer.distill.in_loss, or remove agent.teachers"
@@ -45,12 +45,12 @@ def _sources(config: RunConfig) -> Iterator[Check]:
     untaught = sorted({source for source in data_sources(config) if known.of(source) is None})
     if not untaught:
         return
-    found = f"no teacher for data_source {', '.join(untaught)}"
+    detail = f"no teacher for data_source {', '.join(untaught)}"
     fix = "add them to agent.teachers; `*` stands for all others"
     if config.trainer.distill.reward_weight == 0:
-        yield Check(NAME, False, f"{found}, and trainer.distill.reward_weight is 0: they would teach nothing", fix)
+        yield Check(NAME, False, f"{detail}, and trainer.distill.reward_weight is 0: they would teach nothing", fix)
     else:
-        yield warning(NAME, found, fix)
+        yield warning(NAME, detail, fix)
 
 
 def _payloads(config: RunConfig) -> Iterator[Check]:
@@ -58,12 +58,12 @@ def _payloads(config: RunConfig) -> Iterator[Check]:
     if not any(config.agent.teacher_top_k):
         return
     most, size = max(config.agent.teacher_top_k), config.agent.max_response_tokens * token_bytes(config)
-    found = f"top_k {most}: {token_bytes(config)} bytes per sampled token, up to {human(size)} per episode"
+    detail = f"top_k {most}: {token_bytes(config)} bytes per sampled token, up to {human(size)} per episode"
     if size > MAX_PAYLOAD_BYTES:
         fix = "lower agent.teachers.*.top_k or agent.max_response_tokens"
-        yield Check(NAME, False, f"{found}; the queue takes {human(MAX_PAYLOAD_BYTES)}", fix)
+        yield Check(NAME, False, f"{detail}; the queue takes {human(MAX_PAYLOAD_BYTES)}", fix)
     else:
-        yield Check(NAME, True, found)
+        yield Check(NAME, True, detail)
 
 
 def _asked(config: RunConfig, pattern: str, teacher: TeacherConfig) -> Check:

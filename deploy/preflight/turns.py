@@ -37,11 +37,11 @@ def check_turns(config: RunConfig) -> Iterator[Check]:
     """Nothing where the devices are not shared."""
     if not config.placement.in_turns:
         return
-    for found, fix in _unfit(config):
-        yield Check(_key(config), False, found, fix)
+    for detail, fix in _unfit(config):
+        yield Check(_key(config), False, detail, fix)
     if config.placement.lend:
-        for found, fix in _unfit_to_lend(config):
-            yield Check("placement.lend", False, found, fix)
+        for detail, fix in _unfit_to_lend(config):
+            yield Check("placement.lend", False, detail, fix)
     yield _check_budget(config)
 
 
@@ -117,15 +117,15 @@ def _check_budget(config: RunConfig) -> Check:
     if sides is None:
         return Check("memory in turns", True, why, skipped=True)
     budget = config.placement.memory_budget_bytes
-    found = ", ".join(f"{side} {human(size)} in their turn" for side, size in sides.items())
+    detail = ", ".join(f"{side} {human(size)} in their turn" for side, size in sides.items())
     apart = f"at once they would need {human(sum(sides.values()))}"
     if not budget:
-        return Check("memory in turns", True, f"{found}; {apart}; no placement.memory_budget_bytes is set")
+        return Check("memory in turns", True, f"{detail}; {apart}; no placement.memory_budget_bytes is set")
     side, most = max(sides.items(), key=lambda one: one[1])
     lower = "rollout.kv_cache_tokens" if side == "engines" else "the model, or set trainer.lora.rank"
     return Check(
         "memory in turns",
         most <= budget,
-        f"{found}; {apart}; the budget is {human(budget)}",
+        f"{detail}; {apart}; the budget is {human(budget)}",
         f"set placement.memory_budget_bytes={int(most)} or more, or lower {lower}",
     )

@@ -87,12 +87,12 @@ class RunConnection:
         is missing.
         """
         words = [word for line in text.splitlines() if line.startswith("export ") for word in shlex.split(line[7:])]
-        found = dict(word.split("=", 1) for word in words if "=" in word)
+        variables = dict(word.split("=", 1) for word in words if "=" in word)
         for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE):
-            if not found.get(name):
+            if not variables.get(name):
                 raise ConfigError(f"{name} is missing in this connect.env")
-        password, username = (found.get(name) or None for name in (PASSWORD_VARIABLE, USER_VARIABLE))
-        return cls(found[URL_VARIABLE], found[RUN_VARIABLE], password, found[TOKEN_VARIABLE], username)
+        password, username = (variables.get(name) or None for name in (PASSWORD_VARIABLE, USER_VARIABLE))
+        return cls(variables[URL_VARIABLE], variables[RUN_VARIABLE], password, variables[TOKEN_VARIABLE], username)
 
     def of_role(self, role: str) -> RunConnection:
         """The connection of a role: its own user of the queue, without the passwords of others."""
@@ -328,8 +328,8 @@ class FolderQueues:
         self._one_at_a_time: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def names(self) -> Sequence[str]:
-        found = [path.parent.name for path in self._runs_dir.glob("*/connect.env")]
-        return sorted({*found, *([self._own.run] if self._own is not None else [])})
+        runs = [path.parent.name for path in self._runs_dir.glob("*/connect.env")]
+        return sorted({*runs, *([self._own.run] if self._own is not None else [])})
 
     async def queue(self, run: str) -> TransferQueue | None:
         """See `LiveQueues`."""

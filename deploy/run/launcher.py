@@ -105,12 +105,12 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
             identity = identity_of(config, run)
             record = await queue.create_run(limits, dump_config(config), identity)
             changes = changed_settings(run.config, config) if resume else []
-            found = describe_found(record, await queue.status(), identity, changes) if resume else ""
+            summary = describe_found(record, await queue.status(), identity, changes) if resume else ""
             # Files that a head which was refused must not take from the one that lives.
             run.config.write_text(dump_config(config))
             with connect_file(link, run):
                 async with open_weights(config, link.token), placement.open(config, run):
-                    await _run_roles(config, run, link, queue, placement, keepers=[*keepers, keeping], found=found)
+                    await _run_roles(config, run, link, queue, placement, keepers=[*keepers, keeping], summary=summary)
     return run.summary
 
 
@@ -170,17 +170,17 @@ async def _run_roles(
     placement: Placement,
     *,
     keepers: Sequence[asyncio.Task[None]],
-    found: str,
+    summary: str,
 ) -> None:
-    """`keepers` end where this head has lost the run, or its redis-server. `found`: what the run continues from."""
+    """`keepers` end where this head has lost the run, or its redis-server. `summary`: what the run continues from."""
     lives = LivesFile(run.lives)
     supervisor = Supervisor(
         lambda role: placement.place(role, run), lambda kind, number: ADDED[kind](config, link, number)
     )
     forgive_workers = partial(supervisor.forgive, "agent")
-    reporter = Reporter(config, run, queue, supervisor.members, lives, found=found, forgive_workers=forgive_workers)
+    reporter = Reporter(config, run, queue, supervisor.members, lives, summary=summary, forgive_workers=forgive_workers)
     page = [RoleProcess(role.spec(run.logs)) for role in page_roles(config, run, link)]
-    beside = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
+    page_tasks = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
     watchers = [
         asyncio.create_task(reporter.run(), name="reporter"),
         asyncio.create_task(keep_logs_bounded(run.logs), name="logs"),
@@ -208,7 +208,7 @@ async def _run_roles(
         why = why or (unsaved.why if unsaved else "")
         await asyncio.gather(*(p.stop() for p in page))
         await asyncio.gather(plotting, return_exceptions=True)
-        await asyncio.gather(*watchers, *beside, return_exceptions=True)
+        await asyncio.gather(*watchers, *page_tasks, return_exceptions=True)
         reporter.close()
         total = lives.total(restarts_of(supervisor.members))
         if why:
@@ -301,11 +301,11 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def describe_found(found: RunRecord | None, status: Status, identity: RunIdentity, changes: Sequence[str] = ()) -> str:
+def describe_found(record: RunRecord | None, status: Status, identity: RunIdentity, changes: Sequence[str] = ()) -> str:
     """Describe the run that `--resume` continues, in one line. `changes`: see `changed_settings`."""
-    if found is None:
+    if record is None:
         return f"run {identity.run_id}: it is new in this queue; it continues from a checkpoint where there is one"
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - found.age_s))
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - record.age_s))
     line = (
         f"run {identity.run_id}, begun {since}: version {status.version}, {status.committed_step} steps in checkpoints,"
         f" {status.step} leased by its trainer"

@@ -42,10 +42,10 @@ class Reporter:
         members: Sequence[SupervisedRole],
         lives: LivesFile,
         *,
-        found: str = "",
+        summary: str = "",
         forgive_workers: Callable[[], None] = lambda: None,
     ) -> None:
-        """`found`: what the run continues from; empty for a new one. `forgive_workers`: see `Watchdog`."""
+        """`summary`: what the run continues from; empty for a new one. `forgive_workers`: see `Watchdog`."""
         self._console = Console(stderr=True, highlight=False)
         self._config = config
         self._run = run
@@ -74,8 +74,8 @@ class Reporter:
             self._task = self._bar.add_task("starting", total=config.trainer.steps)
         self._say(f"run {config.name}: {describe(config)}")
         self._say(f"  folder: {run.root}")
-        if found:
-            self._say(f"  found: {found}")
+        if summary:
+            self._say(f"  found: {summary}")
         if config.dashboard.enabled:
             port = config.dashboard.port
             where = f"http://{config.dashboard.host}:{port}/" if port else "address in logs/dashboard.log"
@@ -251,7 +251,7 @@ def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> 
     }
 
 
-def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> dict[str, Any]:
+def _accounts(steps: list[dict[str, Any]], status: Status, stored: set[str]) -> dict[str, Any]:
     """Invariant 2 from the outside: the trainer's own record of what it trained against what the queue acknowledged.
 
     `lost` = episodes acknowledged as complete − (trained + still held + counted under a reason).
@@ -265,7 +265,7 @@ def _accounts(steps: list[dict[str, Any]], status: Status, held: set[str]) -> di
         "episodes_buried": episodes.get("group_failed", 0),
         "episodes_payload_lost": episodes.get("payload_lost", 0),
     }
-    still_held = len(held - set(trained))
+    still_held = len(stored - set(trained))
     return {
         "episodes": episodes.get("completed", 0),
         "episodes_trained": len(trained),

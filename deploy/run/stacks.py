@@ -80,13 +80,13 @@ def ask_for_stacks(roots: Iterable[int]) -> list[int]:
     Only processes with a handler get it: the signal would end engines, boxes and torchrun itself.
     """
     table = ProcessTable.now()
-    asked = [
+    pids = [
         pid for root in roots for pid in table.tree_of(root) if handles_signal(pid, signal.SIGUSR1) and _is_ours(pid)
     ]
-    for pid in asked:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-    return asked
+    return pids
 
 
 def is_held(table: ProcessTable, root: int) -> bool:

@@ -74,9 +74,9 @@ def _by_the_queue(snapshot: Snapshot) -> StallCause:
     if snapshot.status is None:
         return StallCause("queue", "it does not answer: every other component waits for it")
     for rule in RULES:
-        found = rule(snapshot, snapshot.status)
-        if found is not None:
-            return found
+        cause = rule(snapshot, snapshot.status)
+        if cause is not None:
+            return cause
     return StallCause("trainer", "every group is accounted for, no component has work, and no step is trained")
 
 
@@ -132,7 +132,7 @@ def _episodes_without_a_request(snapshot: Snapshot, status: Status) -> StallCaus
     leased = _leased(status)
     if not leased:
         return None
-    holders = {name: held for name, held in status.workers.items() if held}
+    holders = {name: count for name, count in status.workers.items() if count}
     names = ", ".join(sorted(holders)) or _named(snapshot.roles, "agent") or "agent workers"
     return StallCause(
         names, f"{leased} episodes are held and no server has a request of them: tools, rewards or the loop"

@@ -169,8 +169,8 @@ def _servers(servers: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _pairs(found: dict[str, float], unit: str) -> str:
-    return ", ".join(f"{name} {value:.0f}{unit}" for name, value in sorted(found.items())) or "none"
+def _pairs(values: dict[str, float], unit: str) -> str:
+    return ", ".join(f"{name} {value:.0f}{unit}" for name, value in sorted(values.items())) or "none"
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -160,23 +160,23 @@ class Supervisor:
             if self._roles[member.spec.name].kind == kind:
                 member.forgive()
 
-    async def run(self, beside: Sequence[asyncio.Task[None]]) -> None:
-        """Until the trainer has finished. Raises what a role or a task of `beside` raised first."""
-        while not self._over(beside):
+    async def run(self, helpers: Sequence[asyncio.Task[None]]) -> None:
+        """Until the trainer has finished. Raises what a role or a task of `helpers` raised first."""
+        while not self._over(helpers):
             changed = asyncio.create_task(self._changed.wait(), name="supervisor changed")
             try:
-                pending = {task for task in (*self._tasks.values(), *beside) if not task.done()}
+                pending = {task for task in (*self._tasks.values(), *helpers) if not task.done()}
                 await asyncio.wait({*pending, changed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 changed.cancel()
             self._changed.clear()
 
-    def _over(self, beside: Sequence[asyncio.Task[None]]) -> bool:
+    def _over(self, helpers: Sequence[asyncio.Task[None]]) -> bool:
         """Raises a permanent failure of a role, a stall or Ctrl-C, which ends the run."""
         for name, task in self._tasks.items():
             if task.done() and name not in self._failed:
                 self._check_end(self._roles[name], task)
-        for task in beside:
+        for task in helpers:
             if task.done():
                 task.result()
         return any(self._tasks[name].done() for name, role in self._roles.items() if role.kind == "trainer")
@@ -190,10 +190,10 @@ class Supervisor:
             servers = [
                 one.name for one in self._roles.values() if one.is_one_of_several and one.name not in self._leaving
             ]
-            left = [name for name in servers if name not in self._failed]
-            if not role.is_one_of_several or len(left) < LEAST_SERVERS * len(servers):
+            remaining = [name for name in servers if name not in self._failed]
+            if not role.is_one_of_several or len(remaining) < LEAST_SERVERS * len(servers):
                 raise
-            logger.error("%s\nthe run continues with %d of %d rollout servers", error, len(left), len(servers))
+            logger.error("%s\nthe run continues with %d of %d rollout servers", error, len(remaining), len(servers))
 
     async def stop(self) -> RoleFailed | None:
         """Stops the trainer (saves a checkpoint), then agent workers (return leases), then servers. Never raises.
@@ -288,9 +288,9 @@ class Watchdog:
         snapshot = Snapshot(status, servers, roles, config.groups_per_step, config.max_staleness, config.trainer.steps)
         stalled = StalledRun(quiet_s, diagnose_stall(snapshot), self._who_waits(snapshot))
         self._say(str(stalled))
-        asked = await asyncio.to_thread(ask_for_stacks, list(self._pids().values()))
-        if asked:
-            self._say(f"  stacks of {len(asked)} local processes are at the end of logs/NAME.log")
+        pids = await asyncio.to_thread(ask_for_stacks, list(self._pids().values()))
+        if pids:
+            self._say(f"  stacks of {len(pids)} local processes are at the end of logs/NAME.log")
             await asyncio.sleep(STACKS_S)
         raise stalled
 
@@ -350,8 +350,8 @@ class Watchdog:
             taking = "accepts requests" if server.accepting else "accepts none"
             lines.append(f"  {server.server_id}: version {server.version}, {server.in_flight} in flight, {taking}")
         if snapshot.status is not None:
-            found = snapshot.status
+            status = snapshot.status
             lines.append(
-                f"  queue: version {found.version}, groups {dict(found.groups)}, episodes {dict(found.episodes)}"
+                f"  queue: version {status.version}, groups {dict(status.groups)}, episodes {dict(status.episodes)}"
             )
         return "\n".join(lines)

@@ -65,17 +65,17 @@ def weights_entered(config: RunConfig, token: str) -> Iterator[Path]:
     What killed runs left beside it is removed first; the folder itself goes at the end if it is empty and has no
     other holder. Raises `NotPrivate` where something else has its name.
     """
-    for left in remove_abandoned():
-        logger.info("removed %s: its run was killed (%d MB)", left.path, left.bytes / 1e6)
+    for leftover in remove_abandoned():
+        logger.info("removed %s: its run was killed (%d MB)", leftover.path, leftover.bytes / 1e6)
     folder = local_weights_dir(config, token)
-    held = hold_folder(folder)
+    descriptor = hold_folder(folder)
     try:
         yield folder
     finally:
         with contextlib.suppress(OSError):  # others hold it, or it has files for a role that starts again
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             folder.rmdir()
-        os.close(held)
+        os.close(descriptor)
 
 
 def hold_folder(folder: Path) -> int:
@@ -86,11 +86,11 @@ def hold_folder(folder: Path) -> int:
     for _ in range(_ATTEMPTS):
         private_folder(folder)
         with contextlib.suppress(FileNotFoundError):  # removed in between: it had no holder
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            fcntl.flock(held, fcntl.LOCK_SH)  # waits for a removal that is on its way
-            if _is_still(held, folder):
-                return held
-            os.close(held)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # waits for a removal that is on its way
+            if _is_still(descriptor, folder):
+                return descriptor
+            os.close(descriptor)
     raise OSError(f"{folder}: removed {_ATTEMPTS} times while it was entered")
 
 
@@ -122,12 +122,12 @@ def living_folders() -> list[Path]:
 
 def _remove_if_free(folder: Path) -> AbandonedWeights | None:
     try:
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:  # another one removes it
         return None
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_still(held, folder):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_still(descriptor, folder):
             return None
         size = sum(path.lstat().st_size for path in folder.rglob("*"))
         shutil.rmtree(folder)
@@ -137,7 +137,7 @@ def _remove_if_free(folder: Path) -> AbandonedWeights | None:
         logger.warning("%s is left behind: %s", folder, error)
         return None
     finally:
-        os.close(held)
+        os.close(descriptor)
     return AbandonedWeights(folder, size)
 
 

@@ -120,17 +120,17 @@ async def _supervise(config: RunConfig, run: RunDir, reporter: SftReporter) -> L
     """Raises `RoleFailed`, `Interrupted`."""
     trainer, lives = RoleProcess(_trainer(config, run)), LivesFile(run.lives)
     running = asyncio.create_task(trainer.run(), name="trainer")
-    beside = [
+    helpers = [
         asyncio.create_task(reporter.run(lambda: lives.write({"trainer": trainer.restarts})), name="reporter"),
         asyncio.create_task(until_interrupted(asyncio.current_task()), name="interrupt"),
     ]
     try:
-        ended, _ = await asyncio.wait({running, *beside}, return_when=asyncio.FIRST_COMPLETED)
+        ended, _ = await asyncio.wait({running, *helpers}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await trainer.stop()
-        for task in beside:
+        for task in helpers:
             task.cancel()
-        await asyncio.gather(running, *beside, return_exceptions=True)
+        await asyncio.gather(running, *helpers, return_exceptions=True)
         reporter.close()
         total = lives.total({"trainer": trainer.restarts})
     for task in ended:

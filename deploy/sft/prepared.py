@@ -79,33 +79,33 @@ def prepare(config: RunConfig, folder: Path) -> PreparedData:
     `SandboxError`, `DataError`."""
     about, digest = folder / "about.json", _digest(config)
     if about.exists():
-        found = PreparedData(**json.loads(about.read_text(encoding="utf-8")))
-        if found.settings != digest:
+        existing = PreparedData(**json.loads(about.read_text(encoding="utf-8")))
+        if existing.settings != digest:
             raise ConfigError(
                 "sft: this run began with other data (sft.messages, runs, policy, filters, batch, model, tools or seed "
                 "have changed); start one with another name=…"
             )
-        return found
+        return existing
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("train", "validation"):  # of a life that ended before its about.json
         (folder / f"{name}.safetensors").unlink(missing_ok=True)
     findings = Findings(config.sft.bad_rows == "skip")
     chat = chat_of(config.model, config.agent)
-    train, held = _split(config, list(_short(config, _conversations(config, chat, findings), findings)))
+    train, validation = _split(config, list(_short(config, _conversations(config, chat, findings), findings)))
     for conversation in _short(config, _of_files(config.sft.validation, config, chat, findings), findings):
-        held += conversation
+        validation += conversation
     for complaint in findings.bad:
         logger.warning("left out: %s", complaint)
     if not train:
         raise ConfigError(f"sft: no conversation to train on; left out: {listed(findings.dropped)}")
     write_conversations(folder / "train.safetensors", train)
-    if held:
-        write_conversations(folder / "validation.safetensors", held)
+    if validation:
+        write_conversations(folder / "validation.safetensors", validation)
     tokens = sum(len(one.prompt_ids) + len(one.response_ids) for one in train)
     trained = sum(int(one.response_mask.sum()) for one in train)
-    made = PreparedData(len(train), tokens, trained, len(held), dict(findings.dropped), digest)
-    write_atomically(about, json.dumps(asdict(made), indent=1) + "\n", durable=True)
-    return made
+    data = PreparedData(len(train), tokens, trained, len(validation), dict(findings.dropped), digest)
+    write_atomically(about, json.dumps(asdict(data), indent=1) + "\n", durable=True)
+    return data
 
 
 def listed(dropped: Mapping[str, int]) -> str:
@@ -169,10 +169,10 @@ def _played(config: RunConfig, policy: str, dropped: Counter[str]) -> Iterator[S
     if config.data.train == NO_TASKS:
         raise ConfigError("sft.policy plays tasks of data.train, and the recipe has none: set data.train")
     rows = rows_of(config, "train", config.sft.policy_rows)
-    found = asyncio.run(rehearse_recipe(config, load_object(policy, Path.cwd()), rows))
-    wanted = [full_reward(row) for row in rows]
-    causes = why_dropped(found, wanted)
-    shown = [one for one in found.trajectories if same_reward(one.reward, wanted[_row(one)])]
+    result = asyncio.run(rehearse_recipe(config, load_object(policy, Path.cwd()), rows))
+    rewards = [full_reward(row) for row in rows]
+    causes = why_dropped(result, rewards)
+    shown = [one for one in result.trajectories if same_reward(one.reward, rewards[_row(one)])]
     if not shown:
         raise ConfigError(f"sft.policy: {policy} solved none of {len(rows)} tasks: {listed(causes)}")
     dropped.update(causes)
@@ -180,11 +180,11 @@ def _played(config: RunConfig, policy: str, dropped: Counter[str]) -> Iterator[S
         yield one.segments
 
 
-def why_dropped(found: EnvCheck, wanted: Sequence[float]) -> Counter[str]:
+def why_dropped(result: EnvCheck, rewards: Sequence[float]) -> Counter[str]:
     """A policy's episodes that are not trained on, by cause."""
-    causes = Counter(f"failed ({letter.outcome.component}: {letter.outcome.reason})" for letter in found.failures)
-    for one in found.trajectories:
-        full = wanted[_row(one)]
+    causes = Counter(f"failed ({letter.outcome.component}: {letter.outcome.reason})" for letter in result.failures)
+    for one in result.trajectories:
+        full = rewards[_row(one)]
         if not same_reward(one.reward, full):
             ended = "" if one.outcome.kind is OutcomeKind.COMPLETED else f", {one.outcome.kind} ({one.outcome.reason})"
             reward = "none" if one.reward is None else f"{one.reward:g}"
@@ -208,21 +208,21 @@ def _short(
 
             limit = int(AutoConfig.from_pretrained(config.model).get_text_config().max_position_embeddings)
     for segments in conversations:
-        kept = [one for one in segments if len(one.prompt_ids) + len(one.response_ids) <= limit]
-        if len(kept) < len(segments):
-            findings.dropped[f"longer than {limit} tokens"] += len(segments) - len(kept)
-        if kept:
-            yield kept
+        fitting = [one for one in segments if len(one.prompt_ids) + len(one.response_ids) <= limit]
+        if len(fitting) < len(segments):
+            findings.dropped[f"longer than {limit} tokens"] += len(segments) - len(fitting)
+        if fitting:
+            yield fitting
 
 
 def _split(config: RunConfig, conversations: Sequence[Sequence[Segment]]) -> tuple[list[Segment], list[Segment]]:
     """Rows (to train on, held out): conversations that begin alike on one side, chosen by the seed."""
     prompts = list(dict.fromkeys(_beginning(segments) for segments in conversations))
     count = int(config.sft.validation_share * len(prompts))
-    held = set(random.Random(f"{config.seed}/validation").sample(prompts, count))
+    held_out = set(random.Random(f"{config.seed}/validation").sample(prompts, count))
     sides: tuple[list[Segment], list[Segment]] = ([], [])
     for segments in conversations:
-        sides[_beginning(segments) in held].extend(segments)
+        sides[_beginning(segments) in held_out].extend(segments)
     return sides
 
 

@@ -26,8 +26,8 @@ def exec_sft_ranks(folder: Path) -> None:
     if os.environ.get("PENSTOCK_SUPERVISED"):
         die_with_parent()  # kept over exec
     config = config_of_run(folder)
-    for left in folder.glob(f"{MEETING}*"):
-        shutil.rmtree(left, ignore_errors=True)  # what an earlier life's ranks left is not for these
+    for leftover in folder.glob(f"{MEETING}*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # what an earlier life's ranks left is not for these
     meeting = Path(tempfile.mkdtemp(prefix=MEETING, dir=folder))
     words = Rendezvous().arguments(config.trainer.ranks, config.name, meeting)
     command = [sys.executable, "-m", "torch.distributed.run", *words]

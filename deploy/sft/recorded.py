@@ -45,19 +45,19 @@ def choose_recorded(folder: Path, config: SftConfig, dropped: Counter[str]) -> l
     Raises `ConfigError` where the folder has none at all.
     """
     files = sorted((folder / "trajectories").glob("*.jsonl"))
-    found = list(_of_files(files, dropped))
+    episodes = list(_of_files(files, dropped))
     if not files:
         raise ConfigError(f"sft.runs: {folder} has no trajectories; give the folder of a run or of an evaluation")
-    newest = max((one.newest for one in found), default=0)
-    kept = []
-    for one in found:
+    newest = max((one.newest for one in episodes), default=0)
+    accepted = []
+    for one in episodes:
         if config.min_reward is not None and not is_reached(one.reward, config.min_reward):
             dropped[f"with a reward below {config.min_reward:g}"] += 1
         elif config.newest_versions and one.oldest <= newest - config.newest_versions:
             dropped[f"of versions before {newest - config.newest_versions + 1}"] += 1
         else:
-            kept.append(one)
-    return _best_of_each_task(kept, config.per_task, dropped) if config.per_task else kept
+            accepted.append(one)
+    return _best_of_each_task(accepted, config.per_task, dropped) if config.per_task else accepted
 
 
 def _of_files(files: Iterable[Path], dropped: Counter[str]) -> Iterator[RecordedEpisode]:
@@ -78,17 +78,17 @@ def _of_files(files: Iterable[Path], dropped: Counter[str]) -> Iterator[Recorded
     yield from seen.values()
 
 
-def _best_of_each_task(kept: Sequence[RecordedEpisode], most: int, dropped: Counter[str]) -> list[RecordedEpisode]:
+def _best_of_each_task(episodes: Sequence[RecordedEpisode], most: int, dropped: Counter[str]) -> list[RecordedEpisode]:
     by_task: dict[str, list[RecordedEpisode]] = {}
-    for one in kept:
+    for one in episodes:
         by_task.setdefault(prompt_of(one.record), []).append(one)
     chosen = {
         id(one)
         for alike in by_task.values()
         for one in islice(sorted(alike, key=lambda each: (-each.reward, -each.newest)), most)
     }
-    dropped[f"beyond {most} of one task"] += len(kept) - len(chosen)
-    return [one for one in kept if id(one) in chosen]
+    dropped[f"beyond {most} of one task"] += len(episodes) - len(chosen)
+    return [one for one in episodes if id(one) in chosen]
 
 
 def prompt_of(record: Record) -> str:

@@ -111,11 +111,11 @@ def target_list(
     folder: Path, run: str, servers: Sequence[ServerInfo] = (), sandbox_url: str | None = None
 ) -> list[dict[str, Any]]:
     """All known targets, ordered, each address once."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    found += [MetricsTarget(urlsplit(s.url).netloc, run, "rollout", s.server_id).plain() for s in servers]
+    targets = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    targets += [MetricsTarget(urlsplit(s.url).netloc, run, "rollout", s.server_id).plain() for s in servers]
     if sandbox_url:
-        found.append(MetricsTarget(urlsplit(sandbox_url).netloc, run, "sandbox", "sandbox").plain())
-    return list({entry["targets"][0]: entry for entry in found}.values())
+        targets.append(MetricsTarget(urlsplit(sandbox_url).netloc, run, "sandbox", "sandbox").plain())
+    return list({entry["targets"][0]: entry for entry in targets}.values())
 
 
 # a role's metrics --------------------------------------------------------------------------------------------------

@@ -56,38 +56,38 @@ class TraceProcess:
 def lanes(slices: Iterable[TraceSlice]) -> list[list[TraceSlice]]:
     """Each lane in order and without overlap; so are the children of each slice. Nothing is lost: a child that
     overlaps its neighbour goes to its own lane."""
-    found: list[list[TraceSlice]] = []
+    tracks: list[list[TraceSlice]] = []
     waiting = [(one.start_s, number, one) for number, one in enumerate(slices)]
     heapq.heapify(waiting)
     number = len(waiting)
     while waiting:
         _, _, one = heapq.heappop(waiting)
-        kept, beside = _nested(one)
-        lane = next((lane for lane in found if lane[-1].end_s <= kept.start_s), None)
+        nested, overlapping = _nested(one)
+        lane = next((lane for lane in tracks if lane[-1].end_s <= nested.start_s), None)
         if lane is None:
-            found.append(lane := [])
-        lane.append(kept)
-        for other in beside:  # none starts before `one`: the heap's order holds
+            tracks.append(lane := [])
+        lane.append(nested)
+        for other in overlapping:  # none starts before `one`: the heap's order holds
             number += 1
             heapq.heappush(waiting, (other.start_s, number, other))
-    return found
+    return tracks
 
 
 def _nested(one: TraceSlice) -> tuple[TraceSlice, list[TraceSlice]]:
     """The slice with those children, in order, that do not overlap one another; and the others."""
-    kept: list[TraceSlice] = []
-    beside: list[TraceSlice] = []
+    children: list[TraceSlice] = []
+    overlapping: list[TraceSlice] = []
     end_s = one.start_s
     for child in sorted(one.children, key=lambda child: (child.start_s, -child.end_s)):
         cut = child.within(one.start_s, one.end_s)
         if cut.start_s < end_s:
-            beside.append(cut)
+            overlapping.append(cut)
             continue
         inner, more = _nested(cut)
-        kept.append(inner)
-        beside += more
+        children.append(inner)
+        overlapping += more
         end_s = inner.end_s
-    return replace(one, children=kept), beside
+    return replace(one, children=children), overlapping
 
 
 Line = Mapping[str, Any]
@@ -125,10 +125,10 @@ def collect(root: Path, updates: Sequence[Line], steps: StepRange) -> list[Trace
         *_servers(updates, steps),
         *_workers(root / "trajectories", steps),
     ]
-    found = [process for process in processes if process.slices]
-    if not found:
+    drawn = [process for process in processes if process.slices]
+    if not drawn:
         raise NothingToDraw(f"{root} has nothing of these steps; there are {_known(lines)}")
-    return found
+    return drawn
 
 
 def _trainer(lines: Sequence[Line], metrics: Sequence[dict[str, Any]], steps: StepRange) -> TraceProcess:

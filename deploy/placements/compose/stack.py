@@ -46,8 +46,8 @@ HEADER = "# Which NVIDIA GPUs each service has, by their numbers in nvidia-smi. 
 def gpu_file(compose: Path, trainer: str, rollouts: Sequence[str]) -> str:
     """The override file: `trainer`'s and each server's GPUs as in ``0,1``. Raises `ConfigError` for one given twice."""
     groups = [_numbers(group) for group in (trainer, *rollouts)]
-    given = [number for group in groups for number in group]
-    if twice := sorted({number for number in given if given.count(number) > 1}):
+    gpus = [number for group in groups for number in group]
+    if twice := sorted({number for number in gpus if gpus.count(number) > 1}):
         raise ConfigError(f"GPU {', '.join(twice)} is given twice: trainer {trainer!r}, rollouts {list(rollouts)}")
     rollout = yaml.safe_load(compose.read_text())["services"]["rollout"]
     services: dict[str, Any] = {"head": _reservation(groups[0])}

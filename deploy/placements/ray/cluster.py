@@ -89,12 +89,12 @@ def bundle_of(kind: Kind, config: RunConfig, *, gpus: bool) -> Bundle:
         "agent": {"CPU": 1},
         "trainer": {"CPU": trainer.ranks * (trainer.threads or 1), "GPU": trainer.ranks * float(gpus)},
     }
-    asked: Mapping[str, Bundle] = {
+    configured: Mapping[str, Bundle] = {
         "rollout": config.ray.rollout,
         "agent": config.ray.agent,
         "trainer": config.ray.trainer,
     }
-    return {name: amount for name, amount in {**usual[kind], **asked[kind]}.items() if amount}
+    return {name: amount for name, amount in {**usual[kind], **configured[kind]}.items() if amount}
 
 
 def environment_of(kind: Kind, bundle: Bundle) -> dict[str, str]:

@@ -131,10 +131,10 @@ class RayMember:
     async def _look(self) -> None:
         with contextlib.suppress(TimeoutError, RayActorError):  # `run` fails too where the actor is gone
             async with asyncio.timeout(ANSWER_S):
-                found = await self._actor.state.options(max_task_retries=0).remote()
+                state = await self._actor.state.options(max_task_retries=0).remote()
             # The next life may answer before `run` fails: what is known of this one must still be counted.
-            if self.life is not None and found.life_id == self.life.id:
-                new, self._process = found.restarts - self._process.restarts, found
+            if self.life is not None and state.life_id == self.life.id:
+                new, self._process = state.restarts - self._process.restarts, state
                 self._spend(new)
 
     def _spend(self, restarts: int) -> None:
@@ -177,7 +177,7 @@ class RayMember:
 def _make_actor(spec: RoleSpec, bundle: Bundle, group: Any) -> ActorHandle:
     """No secret is among its arguments, and it has no environment of its own: see `actor`."""
     further = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
-    made = ray.remote(RoleActor).options(
+    actor_class = ray.remote(RoleActor).options(
         num_cpus=bundle.get("CPU", 0),
         num_gpus=bundle.get("GPU", 0),
         resources=further,
@@ -185,7 +185,7 @@ def _make_actor(spec: RoleSpec, bundle: Bundle, group: Any) -> ActorHandle:
         max_task_retries=-1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
     )
-    actor: ActorHandle[Any] = made.remote()  # type: ignore[assignment]
+    actor: ActorHandle[Any] = actor_class.remote()  # type: ignore[assignment]
     return actor
 
 

@@ -36,8 +36,8 @@ class RunRegistry:
     def take(self, shown: dict[str, Any]) -> dict[str, int]:
         """Return the requests since the last call; `shown` is displayed from now on."""
         self._shown = shown
-        wanted, self._wanted = self._wanted, {}
-        return wanted
+        requests, self._wanted = self._wanted, {}
+        return requests
 
     def shown(self) -> dict[str, Any]:
         return self._shown
@@ -69,11 +69,11 @@ async def serve(registry: Any, supervisor: Supervisor) -> None:
 
     while True:
         try:
-            wanted = await registry.take.remote(describe(supervisor))
+            requests = await registry.take.remote(describe(supervisor))
         except RayError as error:
             logger.warning("`penstock ray` has no way to this run any more: %s", error)
             return
-        for kind, count in wanted.items():
+        for kind, count in requests.items():
             logger.info("from now on %d of role %s", count, kind)
             supervisor.resize(kind, count)
         await asyncio.sleep(LOOK_S)

@@ -56,7 +56,7 @@ def place(
     gpus_per_server: int | None = None,
 ) -> JobLayout:
     """Spread the recipe's servers and workers evenly. Raises `ConfigError` if they do not fit."""
-    found = JobLayout(
+    layout = JobLayout(
         nodes=nodes,
         trainer_nodes=trainer_nodes or (math.ceil(config.trainer.ranks / gpus_per_node) if gpus_per_node else 1),
         ranks_per_node=0,
@@ -66,16 +66,16 @@ def place(
         gpus_per_node=gpus_per_node,
         gpus_per_server=(gpus_per_server or server_gpus(config.rollout)) if gpus_per_node else 0,
     )
-    if found.trainer_nodes > nodes:
-        raise ConfigError(f"--nodes {nodes}: the trainer alone takes {found.trainer_nodes}; see --trainer-nodes")
+    if layout.trainer_nodes > nodes:
+        raise ConfigError(f"--nodes {nodes}: the trainer alone takes {layout.trainer_nodes}; see --trainer-nodes")
     try:
-        check_nodes(config.trainer, found.trainer_nodes)
+        check_nodes(config.trainer, layout.trainer_nodes)
     except BadJob as error:
         raise ConfigError(str(error)) from error
-    found = replace(found, ranks_per_node=config.trainer.ranks // found.trainer_nodes)
-    _check_machines(config, found)
-    _check_gpus(found)
-    return found
+    layout = replace(layout, ranks_per_node=config.trainer.ranks // layout.trainer_nodes)
+    _check_machines(config, layout)
+    _check_gpus(layout)
+    return layout
 
 
 def server_gpus(rollout: RolloutConfig) -> int:
@@ -83,39 +83,41 @@ def server_gpus(rollout: RolloutConfig) -> int:
     return max(gpus_of_server(rollout), 1)
 
 
-def _check_machines(config: RunConfig, found: JobLayout) -> None:
+def _check_machines(config: RunConfig, layout: JobLayout) -> None:
     """Check that all nodes reach the recipe's files and have what its engines need."""
-    if config.trainer.engine == "megatron" and not found.gpus_per_node:
+    if config.trainer.engine == "megatron" and not layout.gpus_per_node:
         raise ConfigError("trainer.engine=megatron computes on NVIDIA GPUs: say how many a node has (--gpus-per-node)")
-    if found.nodes == 1:
+    if layout.nodes == 1:
         return
     named = {"transfer_queue.url": config.transfer_queue.url}
     if config.sandbox.backend == "remote":
         named["sandbox.url"] = config.sandbox.url
     for key, url in named.items():
         if url and is_loopback(urlsplit(url).hostname):
-            raise ConfigError(f"{key}={url} is reached by one node alone, and the job has {found.nodes}: name its host")
+            raise ConfigError(
+                f"{key}={url} is reached by one node alone, and the job has {layout.nodes}: name its host"
+            )
 
 
-def _check_gpus(found: JobLayout) -> None:
+def _check_gpus(layout: JobLayout) -> None:
     """Every node has the GPUs for what is on it."""
-    if not found.gpus_per_node:
+    if not layout.gpus_per_node:
         return
-    if found.servers and found.gpus_per_server > found.gpus_per_node:
+    if layout.servers and layout.gpus_per_server > layout.gpus_per_node:
         raise ConfigError(
-            f"a rollout server of {found.gpus_per_server} GPUs does not fit on a node with --gpus-per-node "
-            f"{found.gpus_per_node}, and no server spans nodes: lower its tensor, pipeline or data parallelism "
+            f"a rollout server of {layout.gpus_per_server} GPUs does not fit on a node with --gpus-per-node "
+            f"{layout.gpus_per_node}, and no server spans nodes: lower its tensor, pipeline or data parallelism "
             "(rollout.vllm_args, rollout.sglang_args)"
         )
-    if found.trainer_gpus > found.gpus_per_node:
-        raise ConfigError(f"{found.trainer_gpus} trainer ranks on a node with --gpus-per-node {found.gpus_per_node}")
-    servers = found.servers + found.evaluation_server
-    fullest = -(-servers // found.others)
-    free = found.gpus_per_node - (found.trainer_gpus if found.first_other == 0 else 0)
-    if fullest * found.gpus_per_server > free:
-        most = free // found.gpus_per_server * found.others - found.evaluation_server
+    if layout.trainer_gpus > layout.gpus_per_node:
+        raise ConfigError(f"{layout.trainer_gpus} trainer ranks on a node with --gpus-per-node {layout.gpus_per_node}")
+    servers = layout.servers + layout.evaluation_server
+    fullest = -(-servers // layout.others)
+    free = layout.gpus_per_node - (layout.trainer_gpus if layout.first_other == 0 else 0)
+    if fullest * layout.gpus_per_server > free:
+        most = free // layout.gpus_per_server * layout.others - layout.evaluation_server
         fewer = f"set rollout.servers to at most {most}, or " if most > 0 else ""
         raise ConfigError(
-            f"{servers} rollout servers of {found.gpus_per_server} GPU(s) do not fit on {found.others} node(s) with "
+            f"{servers} rollout servers of {layout.gpus_per_server} GPU(s) do not fit on {layout.others} node(s) with "
             f"{free} free GPUs each: {fewer}raise --nodes"
         )

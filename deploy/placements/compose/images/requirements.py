@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 project = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
-wanted = list(project["dependencies"])
+requirements = list(project["dependencies"])
 for extra in sys.argv[2:]:
-    wanted += project["optional-dependencies"][extra]
-print("\n".join(sorted(set(wanted))))
+    requirements += project["optional-dependencies"][extra]
+print("\n".join(sorted(set(requirements))))
