@@ -87,10 +87,10 @@ class FakeSandbox:
         return session
 
     async def attach(self, session_id: str) -> FakeSession:
-        found = next((session for session in self.living if session.session_id == session_id), None)
-        if found is None:
+        match = next((session for session in self.living if session.session_id == session_id), None)
+        if match is None:
             raise SandboxLost(f"no session {session_id}")
-        return found
+        return match
 
     async def close(self) -> None:
         for session in list(self.living):

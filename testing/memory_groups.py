@@ -76,8 +76,8 @@ class MemoryGroup:
 
     @property
     def lowest_version(self) -> int | None:
-        found = [m.lowest_version for m in self.members if m.rewarded and m.lowest_version is not None]
-        return min(found, default=None)
+        versions = [m.lowest_version for m in self.members if m.rewarded and m.lowest_version is not None]
+        return min(versions, default=None)
 
     def episode(self, index: int) -> str:
         return f"{self.task.task_id}#{index}"

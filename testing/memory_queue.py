@@ -114,19 +114,19 @@ class MemoryTransferQueue(MemorySteps):
         at once.
         """
         state, one_waits = self._state, False
-        held, most = state.holds(worker)
+        count_held, most = state.holds(worker)
         for group, index in state.open_episodes(train=train, version=version):
-            if len(leases) >= count or held >= most:
+            if len(leases) >= count or count_held >= most:
                 return False
             losses = len(group.members[index].lost_by)
             bound = min(most, most_together(losses))
-            if held >= bound and state.is_emptiest(worker):
+            if count_held >= bound and state.is_emptiest(worker):
                 return False
-            one_waits = one_waits or held >= bound
+            one_waits = one_waits or count_held >= bound
             if not (one_waits and losses):
                 leases.append(self._lease(worker, group, index))
-                held, most = held + 1, bound
-        return len(leases) < count and held < most
+                count_held, most = count_held + 1, bound
+        return len(leases) < count and count_held < most
 
     def _lease(self, worker: str, group: MemoryGroup, index: int) -> Lease:
         member = group.members[index]
@@ -152,11 +152,11 @@ class MemoryTransferQueue(MemorySteps):
         packed = encode_journal(entry)
         size = journal_cost(len(packed))
         _, member = self._state.owned(lease.episode_id, lease.fence)
-        kept = [known for known, _ in member.journal]
-        if position < len(kept) and encode_journal(kept[position]) == packed:
+        entries = [known for known, _ in member.journal]
+        if position < len(entries) and encode_journal(entries[position]) == packed:
             return
-        if position != len(kept):
-            raise JournalMismatch(lease.episode_id, position, len(kept))
+        if position != len(entries):
+            raise JournalMismatch(lease.episode_id, position, len(entries))
         member.journal.append((entry, size))
         member.tokens += 0 if entry.ids is None else len(entry.ids)
 

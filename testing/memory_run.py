@@ -36,17 +36,17 @@ class MemoryRun:
 
     async def create_run(self, limits: Limits, config: str, identity: RunIdentity | None = None) -> RunRecord | None:
         check_limits(limits)
-        found = None
+        record = None
         if self._config is not None:
             if self._is_another(config, identity):
                 raise RunTaken("in memory", self._identity, identity or RunIdentity("", "", ""))
             if self._state.limits != limits:
                 raise QueueError(f"the run exists with other limits: {self._state.limits}, not {limits}")
-            found = RunRecord(self._identity, self._clock() - self._created)
+            record = RunRecord(self._identity, self._clock() - self._created)
         else:
             self._created = self._clock()
         self._state.limits, self._config, self._identity = limits, config, identity or self._identity
-        return found
+        return record
 
     def _is_another(self, config: str, identity: RunIdentity | None) -> bool:
         if identity is None or not self._identity.run_id:

@@ -56,8 +56,8 @@ class MemoryState:
     # reading -------------------------------------------------------------------------------------------------------
     def in_state(self, *states: str) -> list[MemoryGroup]:
         """Groups of split train in one of `states`, oldest first."""
-        found = [group for group in self.groups.values() if group.is_train and group.state in states]
-        return sorted(found, key=lambda group: group.seq)
+        groups = [group for group in self.groups.values() if group.is_train and group.state in states]
+        return sorted(groups, key=lambda group: group.seq)
 
     def leased(self) -> Iterator[tuple[MemoryGroup, int, GroupMember]]:
         for group in self.groups.values():
@@ -67,14 +67,14 @@ class MemoryState:
 
     def open_episodes(self, train: bool, version: int) -> list[tuple[MemoryGroup, int]]:
         """Episodes that a worker at `version` may take at once: lowest floor first, then oldest group."""
-        found = [
+        rows = [
             (group.floor, group.seq, group.episode(index), group, index)
             for group in self.groups.values()
             if group.is_train == train and group.state in ("admitted", "split") and group.floor <= version
             for index, member in enumerate(group.members)
             if member.state == "queued"
         ]
-        return [(group, index) for *_, group, index in sorted(found, key=lambda row: row[:3])]
+        return [(group, index) for *_, group, index in sorted(rows, key=lambda row: row[:3])]
 
     def waiting_bytes(self) -> int:
         """Payloads and journals that count for back-pressure."""
@@ -99,9 +99,9 @@ class MemoryState:
         return self.in_state("admitted", "ready") + shipped
 
     def count_groups(self) -> dict[str, int]:
-        found = {name: len(self.in_state(name)) for name in ("queued", "admitted", "ready", "dead")}
+        counts = {name: len(self.in_state(name)) for name in ("queued", "admitted", "ready", "dead")}
         shipped = self.in_state("shipped")
-        return found | {
+        return counts | {
             "shipped": sum(group.step >= self.version for group in shipped),
             "trained": sum(group.step < self.version for group in shipped),
             "committed": self.counts["committed_groups"],
@@ -180,8 +180,8 @@ class MemoryState:
 
     def holds(self, worker: str) -> tuple[int, float]:
         """Episodes that a worker holds, and the most that it may hold beside those that lost leases."""
-        held = [member for _, _, member in self.leased() if member.worker == worker]
-        return len(held), min((most_together(len(member.lost_by)) for member in held), default=math.inf)
+        members = [member for _, _, member in self.leased() if member.worker == worker]
+        return len(members), min((most_together(len(member.lost_by)) for member in members), default=math.inf)
 
     def is_emptiest(self, worker: str) -> bool:
         """Returns True if no worker holds fewer episodes. Ties are broken by name."""
@@ -267,8 +267,8 @@ class MemoryState:
     def keeps_enough(self, group: MemoryGroup, gone: set[str]) -> bool:
         """Returns True if a group of a fixed step can be trained without the episodes that are gone."""
         before = group.rewarded_episodes()
-        left = sum(name not in gone for name in before)
-        return left == len(before) or enough_members(left, len(group.members), self.limits.min_group)
+        remaining = sum(name not in gone for name in before)
+        return remaining == len(before) or enough_members(remaining, len(group.members), self.limits.min_group)
 
     def ship(self, group: MemoryGroup, step: int) -> None:
         for member in group.members:

@@ -118,14 +118,14 @@ class MemorySteps(MemoryRun):
             e for name in self._state.batches.get(step, []) for e in self._state.groups[name].rewarded_episodes()
         }
         members = {name: self._member(name) for name in episode_ids if name in trained}
-        held = {name: member for name, member in members.items() if member is not None and member.payload is not None}
-        if held:
-            blobs = {name: member.payload for name, member in held.items() if member.payload is not None}
+        stored = {name: member for name, member in members.items() if member is not None and member.payload is not None}
+        if stored:
+            blobs = {name: member.payload for name, member in stored.items() if member.payload is not None}
             self._batch_log.append(step, blobs, secrets.token_hex(8))
-        for member in held.values():
+        for member in stored.values():
             member.payload, member.spilled = None, True
-        self._state.counts["spilled"] += len(held)
-        return len(held)
+        self._state.counts["spilled"] += len(stored)
+        return len(stored)
 
     async def drop_lost(self, step: int, episode_ids: Sequence[str]) -> int:
         await self.check_training()
@@ -135,19 +135,21 @@ class MemorySteps(MemoryRun):
                 f"lost payloads of step {step}: fixed steps are {state.committed_step} to {state.next_step - 1}"
             )
         groups = [state.groups[name] for name in state.batches[step]]
-        kept = [group for group in groups if state.keeps_enough(group, gone)]
-        leaving = [name for group in groups for name in group.rewarded_episodes() if group not in kept or name in gone]
+        remaining = [group for group in groups if state.keeps_enough(group, gone)]
+        leaving = [
+            name for group in groups for name in group.rewarded_episodes() if group not in remaining or name in gone
+        ]
         for name in leaving:
             member = self._member(name)
             assert member is not None
             member.payload, member.spilled, member.reward = None, False, None
-        state.batches[step] = [group.task.task_id for group in kept]
+        state.batches[step] = [group.task.task_id for group in remaining]
         state.counts["payload_lost"] += len(leaving)
         # Its publication counted them as trained; the account would have them in two places.
         state.counts["trained"] -= len(leaving) if step < state.version else 0
-        state.counts["payload_lost_groups"] += len(groups) - len(kept)
+        state.counts["payload_lost_groups"] += len(groups) - len(remaining)
         for group in groups:
-            if group not in kept:
+            if group not in remaining:
                 del state.groups[group.task.task_id]
         return len(leaving)
 
