@@ -62,14 +62,14 @@ def numbered(text: str, first: int, last: int) -> str:
     return "\n".join(f"{number:6}\t{lines[number - 1]}" for number in range(max(1, first), min(last, len(lines)) + 1))
 
 
-def line_range(text: str, asked: list[int] | None, path: str) -> tuple[int, int]:
+def line_range(text: str, bounds: list[int] | None, path: str) -> tuple[int, int]:
     """The lines to show; a last line of -1 is the end. Raises `EditError` where they are not in the file."""
     count = len(text.splitlines())
-    if asked is None:
+    if bounds is None:
         return 1, count
-    first, last = asked[0], count if asked[1] == -1 else asked[1]
+    first, last = bounds[0], count if bounds[1] == -1 else bounds[1]
     if not 1 <= first <= last or first > count:
-        raise EditError(f"lines {asked[0]} to {asked[1]} are not in {path}: it has {count} lines")
+        raise EditError(f"lines {bounds[0]} to {bounds[1]} are not in {path}: it has {count} lines")
     return first, min(last, count)
 
 

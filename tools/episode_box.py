@@ -105,9 +105,9 @@ class EpisodeBox:
             await (session.leave() if leave else session.close())
 
 
-def box_for(sandbox: Sandbox, made: EpisodeBox) -> EpisodeBox:
-    """The episode's box of this sandbox, taken: `made` where there is none yet, and outside of `sharing`."""
-    return shared_in_episode(id(sandbox), made).take()
+def box_for(sandbox: Sandbox, box: EpisodeBox) -> EpisodeBox:
+    """The episode's box of this sandbox, taken: `box` where there is none yet, and outside of `sharing`."""
+    return shared_in_episode(id(sandbox), box).take()
 
 
 def image_of(task: Task) -> str | None:

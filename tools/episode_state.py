@@ -21,8 +21,8 @@ def sharing(shared: dict[Hashable, Any]) -> Iterator[None]:
         _SHARED.reset(token)
 
 
-def shared_in_episode(key: Hashable, made: T) -> T:
-    """Return the episode's object under `key`; `made` if there is none yet, and outside of `sharing`."""
+def shared_in_episode(key: Hashable, default: T) -> T:
+    """Return the episode's object under `key`; `default` if there is none yet, and outside of `sharing`."""
     shared = _SHARED.get()
-    found: T = made if shared is None else shared.setdefault(key, made)
-    return found
+    value: T = default if shared is None else shared.setdefault(key, default)
+    return value

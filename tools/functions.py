@@ -36,7 +36,7 @@ def describe(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 def _arguments(lines: list[str]) -> dict[str, str]:
     """Entries are indented once; deeper lines continue the entry above; an unindented line ends the section."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     start = next((i for i, line in enumerate(lines) if line.strip() in ("Args:", "Arguments:")), len(lines))
     name, indent = "", 0
     for line in lines[start + 1 :]:
@@ -47,10 +47,10 @@ def _arguments(lines: list[str]) -> dict[str, str]:
         indent = indent or depth
         if match and depth == indent:
             name = match[1]
-            found[name] = match[2]
+            descriptions[name] = match[2]
         elif name:
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
+    return descriptions
 
 
 THE_CALLS_FAULT = (ValueError, TypeError, LookupError, ArithmeticError)

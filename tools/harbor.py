@@ -27,7 +27,7 @@ from penstock.tools.graded_box import PREDICTIONS, GradedBox, GradedTool, Submit
 from penstock.tools.shell import ShellTool
 from penstock.transfer_queue import Task
 
-FOLDER = "harbor_task"
+FOLDER = "harbor"
 """The column that names a task's folder."""
 SETTING_UP_S = 900.0
 """Waiting for a box, its entry point, its health check."""
@@ -141,14 +141,14 @@ class _HarborTool(GradedTool):
         folder = task.extra_info.get(FOLDER)
         if not folder:
             raise ToolInfraError("harbor", f"the row has no {FOLDER}: it is none of data.train: harbor:FOLDER")
-        found = read_task_once((self._harbor.tasks / str(folder)).absolute())
-        if found.verifier_timeout_s > self._harbor.longest_tests_s:
+        harbor = read_task_once((self._harbor.tasks / str(folder)).absolute())
+        if harbor.verifier_timeout_s > self._harbor.longest_tests_s:
             raise ToolInfraError(
                 "harbor",
-                f"task {found.name}: verifier.timeout_sec {found.verifier_timeout_s:g} is more than the setting"
+                f"task {harbor.name}: verifier.timeout_sec {harbor.verifier_timeout_s:g} is more than the setting"
                 f" longest_tests_s {self._harbor.longest_tests_s:g}",
             )
-        return HarborBox(self._sandbox, found, task, self._harbor, self._proven)
+        return HarborBox(self._sandbox, harbor, task, self._harbor, self._proven)
 
     async def calc_reward(self, state: Any) -> float | None:
         try:

@@ -72,9 +72,9 @@ def make_tools(
         if isinstance(tool, BoxTool):
             kinds.setdefault(tool.box_kind.__name__, []).append(name)
     if len(kinds) > 1:  # the tool that is called first would open a box that another one cannot use
-        found = "; ".join(f"{', '.join(names)} in a {kind}" for kind, names in kinds.items())
+        boxes = "; ".join(f"{', '.join(names)} in a {kind}" for kind, names in kinds.items())
         raise ToolConfigError(
-            f"tools: an episode has one box, these would work in different ones: {found}. Keep one kind"
+            f"tools: an episode has one box, these would work in different ones: {boxes}. Keep one kind"
         )
     return tools
 
@@ -100,9 +100,9 @@ async def close_tools(tools: Iterable[BaseTool]) -> None:
 
 
 def _make(config: ToolConfig, sandbox: Sandbox | None, load: Callable[[str], Any] | None) -> list[BaseTool]:
-    found = TOOLS.get(config.name, load)
+    entry = TOOLS.get(config.name, load)
     try:
-        tools = _instances(found, config, sandbox)
+        tools = _instances(entry, config, sandbox)
         if config.tool_schema is not None:
             _rename(tools, config.tool_schema)
         for tool in tools:
@@ -113,16 +113,16 @@ def _make(config: ToolConfig, sandbox: Sandbox | None, load: Callable[[str], Any
     return tools
 
 
-def _instances(found: Any, config: ToolConfig, sandbox: Sandbox | None) -> list[BaseTool]:
-    if isinstance(found, type) and issubclass(found, ToolGroup):
-        return found(sandbox, **config.settings).tools()  # type: ignore[call-arg]
-    if isinstance(found, type) and issubclass(found, BaseTool):
-        return [found(sandbox, **config.settings)]
-    if not isinstance(found, BaseTool):
-        raise TypeError(f"it is a {type(found).__name__}: a BaseTool subclass or a @function_tool is needed")
+def _instances(entry: Any, config: ToolConfig, sandbox: Sandbox | None) -> list[BaseTool]:
+    if isinstance(entry, type) and issubclass(entry, ToolGroup):
+        return entry(sandbox, **config.settings).tools()  # type: ignore[call-arg]
+    if isinstance(entry, type) and issubclass(entry, BaseTool):
+        return [entry(sandbox, **config.settings)]
+    if not isinstance(entry, BaseTool):
+        raise TypeError(f"it is a {type(entry).__name__}: a BaseTool subclass or a @function_tool is needed")
     if config.settings:
         raise ValueError("a @function_tool takes no settings")
-    return [copy.copy(found)]
+    return [copy.copy(entry)]
 
 
 def _rename(tools: list[BaseTool], schema: Mapping[str, Any]) -> None:

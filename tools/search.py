@@ -55,19 +55,19 @@ class SearchTool(BaseTool):
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
         # One query or verl's `query_list`; blank ones are left out.
-        asked: Any = next((arguments[name] for name in ("query", *self.aliases["query"]) if name in arguments), [])
-        queries = [str(query) for query in ([asked] if isinstance(asked, str) else asked) if str(query).strip()]
+        value: Any = next((arguments[name] for name in ("query", *self.aliases["query"]) if name in arguments), [])
+        queries = [str(query) for query in ([value] if isinstance(value, str) else value) if str(query).strip()]
         if not queries:
             return ToolResult("Error: the query is empty", is_error=True)
         body = {"queries": queries, "topk": self._topk, "return_scores": True}
         answer = await self._client.ask("POST", self._url, headers=self._headers, body=body)
         try:
-            found = [[_passage(item) for item in items] for items in answer["result"]]
+            results = [[_passage(item) for item in items] for items in answer["result"]]
         except (TypeError, KeyError, AttributeError) as error:
             raise ToolInfraError("search", f"{self._url}: not Search-R1's answer: {error!r}") from error
-        if len(found) != len(queries):
-            raise ToolInfraError("search", f"{self._url}: {len(found)} results for {len(queries)} queries")
-        return ToolResult(_render(queries, found), metrics={"searches": float(len(queries))})
+        if len(results) != len(queries):
+            raise ToolInfraError("search", f"{self._url}: {len(results)} results for {len(queries)} queries")
+        return ToolResult(_render(queries, results), metrics={"searches": float(len(queries))})
 
     async def close(self) -> None:
         await self._client.close()
@@ -82,10 +82,10 @@ def _passage(item: Mapping[str, Any]) -> tuple[str, str]:
     return title.strip('"'), text
 
 
-def _render(queries: Sequence[str], found: Sequence[Sequence[tuple[str, str]]]) -> str:
+def _render(queries: Sequence[str], results: Sequence[Sequence[tuple[str, str]]]) -> str:
     """Search-R1's way of writing passages; several queries are each headed by a line."""
     parts = []
-    for query, passages in zip(queries, found, strict=True):
+    for query, passages in zip(queries, results, strict=True):
         heading = [f"Query: {query}"] if len(queries) > 1 else []
         docs = [f"Doc {n} (Title: {title}) {text}" for n, (title, text) in enumerate(passages, start=1)]
         parts.append("\n".join(heading + (docs or ["No passage found."])))

@@ -47,8 +47,8 @@ class SweSettings(SweLimits):
 
     @property
     def limits(self) -> SweLimits:
-        given = {name: getattr(self, name) for name in SweLimits.model_fields}
-        return SweLimits(**given | ({"after_a_hang": True} if self.reward == "share" else {}))
+        values = {name: getattr(self, name) for name in SweLimits.model_fields}
+        return SweLimits(**values | ({"after_a_hang": True} if self.reward == "share" else {}))
 
 
 class SweTools(ToolGroup):
@@ -93,10 +93,10 @@ class SweBox(GradedBox[SweEnvironment]):
             await asyncio.to_thread(keep_prediction, predictions, self._label, name, patch)
         if not patch.strip():
             return 0.0
-        found = await grade(self._sandbox, self._task, patch, self._settings.limits, f"{self._label} grading")
-        outcome = (name, found.resolved, found.share, found.reason)
+        result = await grade(self._sandbox, self._task, patch, self._settings.limits, f"{self._label} grading")
+        outcome = (name, result.resolved, result.share, result.reason)
         log.info("%s: %s resolved=%s share=%.2f %s", self._label, *outcome)
-        return found.share if self._settings.reward == "share" else float(found.resolved)
+        return result.share if self._settings.reward == "share" else float(result.resolved)
 
 
 class _SweTool(GradedTool):

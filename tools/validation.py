@@ -105,8 +105,8 @@ def _validator(schema: Mapping[str, Any]) -> Any:
 
 def _describe(error: ValidationError) -> str:
     if error.validator == "required" and not error.path:
-        required, given = cast("list[str]", error.validator_value), cast("dict[str, Any]", error.instance)
-        return f"argument {next(name for name in required if name not in given)!r} is missing"
+        required, arguments = cast("list[str]", error.validator_value), cast("dict[str, Any]", error.instance)
+        return f"argument {next(name for name in required if name not in arguments)!r} is missing"
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.path).lstrip(".")
     message = error.message if len(error.message) <= 200 else f"{error.message[:100]} ... {error.message[-90:]}"
     return f"argument {where!r}: {message}" if where else message

@@ -118,10 +118,10 @@ class WebSearchTool(BaseTool):
         ask = self._api.request(query, self._results, self._key)
         answer = await self._client.ask(ask.method, self._url, headers=ask.headers, params=ask.params, body=ask.body)
         try:
-            found = self._api.results(answer)[: self._results]
+            results = self._api.results(answer)[: self._results]
         except (TypeError, AttributeError) as error:
             raise ToolInfraError("web_search", f"{self._url}: not the answer of this service: {error!r}") from error
-        pages = [f"{n}. {one['title']}\n{one['url']}\n{one['text']}" for n, one in enumerate(found, start=1)]
+        pages = [f"{n}. {one['title']}\n{one['url']}\n{one['text']}" for n, one in enumerate(results, start=1)]
         return ToolResult("\n\n".join(pages) or "No page found.", metrics={"searches": 1.0})
 
     async def close(self) -> None:

@@ -157,19 +157,19 @@ class McpTools(ToolGroup):
 
     def tools(self) -> list[BaseTool]:
         """Raises `ValueError` where a server cannot be reached or has not what is selected."""
-        found: list[BaseTool] = []
+        usable: list[BaseTool] = []
         offered: list[str] = []
         for server in self._servers:
             connection = McpConnection(server)
             listed = _list_tools(server)
             offered += [tool.name for tool in listed]
-            wanted = (tool for tool in listed if self._select is None or tool.name in self._select)
-            made = [McpTool(connection, tool, self._prefix, per_episode=self._per_episode) for tool in wanted]
-            found += [tool for tool in made if self._can_be_checked(tool)]
+            selected = (tool for tool in listed if self._select is None or tool.name in self._select)
+            server_tools = [McpTool(connection, tool, self._prefix, per_episode=self._per_episode) for tool in selected]
+            usable += [tool for tool in server_tools if self._can_be_checked(tool)]
         missing = [name for name in self._select or () if name not in offered]
-        if missing or not found:
+        if missing or not usable:
             raise ValueError(f"MCP: no tool {', '.join(missing)}; there are: {', '.join(offered) or 'none'}")
-        return found
+        return usable
 
     def _can_be_checked(self, tool: McpTool) -> bool:
         """Raises `ValueError` where a tool that cannot was selected by name."""
@@ -187,9 +187,9 @@ def _list_tools(server: McpServer) -> list[Any]:
     """Over its own connection, on a thread: tools are made in plain code, while a loop may be running."""
     server.target()  # its complaints are settings' mistakes, not the connection's
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(lambda: asyncio.run(_ask(server)))
+        future = thread.submit(lambda: asyncio.run(_ask(server)))
         try:
-            return asked.result(CONNECT_DEADLINE_S + LIST_DEADLINE_S + 2 * CLOSE_DEADLINE_S)
+            return future.result(CONNECT_DEADLINE_S + LIST_DEADLINE_S + 2 * CLOSE_DEADLINE_S)
         except ToolUnavailable as error:
             raise ValueError(f"MCP: {error.reason}") from error
 

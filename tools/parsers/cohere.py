@@ -40,11 +40,11 @@ class CohereParser(MarkedParser):
 
 def _numbers(values: Sequence[Mapping[str, Any]]) -> list[str]:
     """Raises `Malformed`."""
-    found = [value[NUMBER] for value in values if NUMBER in value]
-    if not found:
+    numbers = [value[NUMBER] for value in values if NUMBER in value]
+    if not numbers:
         return [""] * len(values)
-    if len(found) < len(values) or not all(isinstance(one, str) and _NUMBER.fullmatch(one) for one in found):
+    if len(numbers) < len(values) or not all(isinstance(one, str) and _NUMBER.fullmatch(one) for one in numbers):
         raise Malformed(f'"{NUMBER}" must be a number in quotes, of each call or of none')
-    if any(int(one) != int(found[0]) + at for at, one in enumerate(found)):
+    if any(int(one) != int(numbers[0]) + at for at, one in enumerate(numbers)):
         raise Malformed(f'"{NUMBER}" must count up by one')
-    return found
+    return numbers

@@ -49,7 +49,7 @@ def _read_key(text: str, start: int) -> tuple[str, int]:
         return _read_scalar(text, start)
     if text.startswith(('"', "'"), start):
         return read_text(text, start)
-    found = _KEY.match(text, start)
-    if found is None:
+    match = _KEY.match(text, start)
+    if match is None:
         raise Malformed("a key and : belong before each value")
-    return found[0].rstrip(), found.end()
+    return match[0].rstrip(), match.end()

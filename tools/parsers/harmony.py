@@ -29,11 +29,11 @@ class HarmonyParser:
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
         turn = TurnBuilder(SHAPE)
         position = 0
-        while not turn.full and (found := text.find(MESSAGE, position)) >= 0:
+        while not turn.full and (header_end := text.find(MESSAGE, position)) >= 0:
             # What comes before a header is content. The first message of an answer has its ``<|start|>`` in the prompt.
-            start = max(position, text.rfind(START, position, found))
+            start = max(position, text.rfind(START, position, header_end))
             turn.say(text[position:start])
-            position = _read_message(text, start, found, turn)
+            position = _read_message(text, start, header_end, turn)
         turn.say("" if turn.full else text[position:])
         return turn.done()
 

@@ -50,15 +50,15 @@ class InvokeParser(SectionParser):
         reader = ArgumentReader(head[1], tools, self._marks)
         position = head.end()
         end = self._end_parameter
-        while found := self._parameter.match(text, skip_space(text, position)):
-            close = text.find(end, found.end())
+        while parameter := self._parameter.match(text, skip_space(text, position)):
+            close = text.find(end, parameter.end())
             if close < 0:
                 raise Malformed(f"{end} is missing")
-            value = text[found.end() : close]
+            value = text[parameter.end() : close]
             if self._says_type:
-                reader.add_value(found[1], value, value if found[2] == "true" else _json_of(value))
+                reader.add_value(parameter[1], value, value if parameter[2] == "true" else _json_of(value))
             else:
-                reader.add(found[1], value)
+                reader.add(parameter[1], value)
             position = close + len(end)
         position = expect(text, position, self._end_invoke)
         turn.call(head[1], reader.done())

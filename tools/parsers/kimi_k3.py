@@ -54,11 +54,11 @@ def _read_call(text: str, position: int, turn: TurnBuilder) -> int:
         raise Malformed(f'{_opens("call")} tool="NAME" belongs behind {OPEN} and behind each call')
     name, position = tool_name(_attributes(head[1]).get("tool", "")), head.end()
     arguments: dict[str, Any] = {}
-    while found := _ARGUMENT.match(text, position):
-        given, position = _read_argument(text, found)
-        if twice := sorted(set(given) & set(arguments)):
+    while match := _ARGUMENT.match(text, position):
+        more, position = _read_argument(text, match)
+        if twice := sorted(set(more) & set(arguments)):
             raise Malformed(f"the argument {twice[0][:80]!r} is given twice")
-        arguments |= given
+        arguments |= more
     position = expect(text, position, _closes("call"))
     if problem := unusable([name, arguments]):
         raise Malformed(problem)
@@ -76,18 +76,18 @@ def _read_argument(text: str, head: re.Match[str]) -> tuple[dict[str, Any], int]
         raise Malformed(f"a value holds {mark}, a mark of the call itself")
     behind = end + len(_closes(head[1]))
     if head[1] == "json":
-        found = _json_of(value)
-        if not isinstance(found, dict):
+        values = _json_of(value)
+        if not isinstance(values, dict):
             raise Malformed("the arguments must be a JSON object")
-        return found, behind
+        return values, behind
     if not attributes.get("key"):
         raise Malformed("an argument has no key")
     return {attributes["key"]: value if attributes.get("type") == "string" else _json_of(value)}, behind
 
 
 def _attributes(text: str) -> dict[str, str]:
-    found = _ATTRIBUTE.findall(text)
-    return {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in found}
+    pairs = _ATTRIBUTE.findall(text)
+    return {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in pairs}
 
 
 def _json_of(text: str) -> Any:

@@ -55,12 +55,12 @@ def read_scalar(text: str, start: int) -> tuple[Any, int]:
 
 def read_text(text: str, start: int) -> tuple[str, int]:
     """A text in quotes; line breaks may stand in it as they are. Raises `Malformed`."""
-    found = _TEXT.match(text, start)
-    if found is None:
+    match = _TEXT.match(text, start)
+    if match is None:
         raise Malformed(
             "a quoted text is not closed" if text[start : start + 1] in ('"', "'") else "quotes are missing"
         )
-    return _unquoted(found[0]), found.end()
+    return _unquoted(match[0]), match.end()
 
 
 def _unquoted(quoted: str) -> str:
@@ -86,22 +86,22 @@ def _number(text: str) -> int | float:
 
 
 def _read_list(text: str, position: int, scalar: ReadScalar, key: ReadScalar, depth: int) -> tuple[list[Any], int]:
-    found: list[Any] = []
+    items: list[Any] = []
     while not text.startswith("]", position := skip_space(text, position)):
-        position = expect(text, position, ",") if found else position
+        position = expect(text, position, ",") if items else position
         value, position = read_value(text, position, scalar, key, depth + 1)
-        found.append(value)
-    return found, position + 1
+        items.append(value)
+    return items, position + 1
 
 
 def _read_object(
     text: str, position: int, scalar: ReadScalar, key: ReadScalar, depth: int
 ) -> tuple[dict[str, Any], int]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     while not text.startswith("}", position := skip_space(text, position)):
-        position = skip_space(text, expect(text, position, ",")) if found else position
+        position = skip_space(text, expect(text, position, ",")) if members else position
         name, position = key(text, position)
-        if name in found:
+        if name in members:
             raise Malformed("an object has the same key twice")
-        found[name], position = read_value(text, expect(text, position, ":"), scalar, key, depth + 1)
-    return found, position + 1
+        members[name], position = read_value(text, expect(text, position, ":"), scalar, key, depth + 1)
+    return members, position + 1

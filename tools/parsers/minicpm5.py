@@ -35,16 +35,16 @@ class MiniCpm5Parser(MarkedParser):
         return position
 
 
-def _read_param(text: str, found: re.Match[str], reader: ArgumentReader) -> int:
+def _read_param(text: str, match: re.Match[str], reader: ArgumentReader) -> int:
     """Adds a parameter; where its tag ends. Raises `Malformed`."""
-    is_text = text.startswith(CDATA, found.end())
-    start, mark = (found.end() + len(CDATA), END_CDATA + END_PARAM) if is_text else (found.end(), END_PARAM)
+    is_text = text.startswith(CDATA, match.end())
+    start, mark = (match.end() + len(CDATA), END_CDATA + END_PARAM) if is_text else (match.end(), END_PARAM)
     end = text.find(mark, start)
     if end < 0:
         raise Malformed(f"{mark} is missing")
     value = text[start:end]
     if is_text:
-        reader.add_value(found[1], value, value)
+        reader.add_value(match[1], value, value)
     else:
-        reader.add(found[1], value)
+        reader.add(match[1], value)
     return end + len(mark)

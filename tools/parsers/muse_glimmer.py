@@ -43,8 +43,8 @@ class MuseGlimmerParser:
 
     def _add(self, body: str, tools: Sequence[Mapping[str, Any]], turn: TurnBuilder) -> bool:
         """The calls of one message; False where one is malformed, and nothing behind it is read."""
-        found = self._calls.parse(body, tools)
-        turn.say(found.content)
-        for call in found.calls:
+        parsed = self._calls.parse(body, tools)
+        turn.say(parsed.content)
+        for call in parsed.calls:
             turn.add(call)
-        return not any(call.error for call in found.calls)
+        return not any(call.error for call in parsed.calls)

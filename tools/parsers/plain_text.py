@@ -34,8 +34,8 @@ class ArgumentReader:
         """`value`, which was written as `text`. Raises `Malformed`."""
         if not key or key in self.arguments:
             raise Malformed(f"the argument {key[:80]!r} is given twice" if key else "an argument has no name")
-        if found := self._mark.search(key) or self._mark.search(text):
-            raise Malformed(f"the argument {key[:80]!r} holds {found[0]}, a mark of the call itself")
+        if match := self._mark.search(key) or self._mark.search(text):
+            raise Malformed(f"the argument {key[:80]!r} holds {match[0]}, a mark of the call itself")
         self.arguments[key] = value
 
     def done(self) -> dict[str, Any]:

@@ -57,12 +57,12 @@ class PythonicParser:
         for start in starts:
             problem = ""
             try:
-                found = _read_answer(text, start, tools)
+                answer = _read_answer(text, start, tools)
             except Malformed as error:
                 problem = str(error)
                 continue
-            if found is not None:
-                calls, end = found
+            if answer is not None:
+                calls, end = answer
                 turn.say(text[:start])
                 turn.add_named(calls)
                 turn.say(text[end:])
@@ -87,10 +87,10 @@ class Lfm2Parser(MarkedParser):
 def _read_answer(text: str, start: int, tools: Tools) -> tuple[list[NamedCall], int] | None:
     """The calls of a list that is all that stands from `start` on; None where it does not begin as one, or other text
     stands behind it. Raises `Malformed`."""
-    found = _LIST.match(text, start)
-    if found is None:
+    match = _LIST.match(text, start)
+    if match is None:
         return None
-    calls, end = _read_list(text, found.end(), tools)
+    calls, end = _read_list(text, match.end(), tools)
     return (calls, end) if _MARKS.match(text, end) else None
 
 
@@ -160,18 +160,18 @@ def _read_quoted(text: str, start: int, quote: str) -> tuple[str, int]:
             return value, end
     except Malformed:
         pass
-    found = _ENDS[quote].search(text, start + 1)
-    if found is None:
+    match = _ENDS[quote].search(text, start + 1)
+    if match is None:
         raise Malformed("a quoted text is not closed")
-    return text[start + 1 : found.start()], found.end()
+    return text[start + 1 : match.start()], match.end()
 
 
 def _read_unquoted(text: str, start: int, types: set[str], problem: Malformed) -> tuple[Any, int]:
     """Text that was meant to have quotes. Raises `problem` where it cannot be that."""
-    found = _UNQUOTED.match(text, start)
-    if found is None or not found[0] or found[0][0] in "[{" or (types and "string" not in types):
+    match = _UNQUOTED.match(text, start)
+    if match is None or not match[0] or match[0][0] in "[{" or (types and "string" not in types):
         raise problem
-    return found[0], found.end()
+    return match[0], match.end()
 
 
 def _of_type(value: str, written: str, types: set[str]) -> Any:

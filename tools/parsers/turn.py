@@ -162,17 +162,17 @@ def read_unmarked(text: str, begins: re.Pattern[str], shape: str, read: ReadList
     turn = TurnBuilder(shape)
     thought = text.rfind(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0
     position = 0
-    while not turn.full and (found := begins.search(text, position)):
+    while not turn.full and (match := begins.search(text, position)):
         try:
-            calls, end = read(text, found.end())
+            calls, end = read(text, match.end())
         except Malformed as problem:
             calls, end = (), len(text)
             error = f"{problem}{UNREAD}"
-        if found.start() < thought and (not calls or end <= thought):
+        if match.start() < thought and (not calls or end <= thought):
             turn.say(text[position:thought])
             position = thought
             continue
-        turn.say(text[position : found.start()])
+        turn.say(text[position : match.start()])
         if not calls:
             turn.malformed(error)
         turn.add_named(calls)
@@ -206,7 +206,7 @@ def skip_space(text: str, start: int) -> int:
 
 def expect(text: str, start: int, mark: str) -> int:
     """The place behind `mark`, which stands at `start` or behind space. Raises `Malformed`."""
-    found = skip_space(text, start)
-    if not text.startswith(mark, found):
-        raise Malformed(f"other text stands where {mark} belongs" if text[found:] else f"{mark} is missing")
-    return found + len(mark)
+    at = skip_space(text, start)
+    if not text.startswith(mark, at):
+        raise Malformed(f"other text stands where {mark} belongs" if text[at:] else f"{mark} is missing")
+    return at + len(mark)

@@ -38,8 +38,8 @@ class RetrievalIndex:
             return []
         parsed = self._index.parse_query(" ".join(words), ["contents"])
         # Further ones, to put equal scores in the order of their ids: the build's threads put them in any.
-        found = self._searcher.search(parsed, topk + 20, count=False).hits
-        hits = [Hit(self._passage(address), score) for score, address in found]
+        matches = self._searcher.search(parsed, topk + 20, count=False).hits
+        hits = [Hit(self._passage(address), score) for score, address in matches]
         return sorted(hits, key=lambda hit: (-hit.score, hit.passage.id))[:topk]
 
     def search_all(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:

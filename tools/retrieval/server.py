@@ -48,8 +48,8 @@ def build_app(index: Index, token: str, topk: int = 3) -> FastAPI:
         """The best passages of each query, in Search-R1's shape."""
         queries = [query[:20_000] for query in body.queries]
         async with turns:
-            found = await asyncio.to_thread(index.search_all, queries, body.topk or topk)
-        return {"result": [[_to_json(hit, body.return_scores) for hit in hits] for hits in found]}
+            results = await asyncio.to_thread(index.search_all, queries, body.topk or topk)
+        return {"result": [[_to_json(hit, body.return_scores) for hit in hits] for hits in results]}
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
