@@ -42,10 +42,10 @@ def may_ship(ended: Sequence[int], running: Sequence[int], step: int, groups_per
     For t = step: no group that is due now may be left. If no group due by t is still running there is nothing to wait
     for; too many due at once occur only in a queue that has caught up with a checkpoint.
     """
-    left = [*ended, *running]
+    remaining = [*ended, *running]
     return all(
-        count_due(left, t) <= (t - step) * groups_per_step or not count_due(running, t)
-        for t in range(step, max([step, *left]) + 1)
+        count_due(remaining, t) <= (t - step) * groups_per_step or not count_due(running, t)
+        for t in range(step, max([step, *remaining]) + 1)
     )
 
 

@@ -92,10 +92,10 @@ class BatchLog:
 
         Raises `BadPayload` naming the file, the episode and the damaged or missing part.
         """
-        wanted = list(dict.fromkeys(episode_ids))
-        places = self._find(step, wanted)
+        names = list(dict.fromkeys(episode_ids))
+        places = self._find(step, names)
         try:
-            return {name: read_payload(name, places[name]) for name in wanted}
+            return {name: read_payload(name, places[name]) for name in names}
         except FileNotFoundError as error:
             raise BadPayload(f"{error.filename} was deleted while it was read: its step is committed") from error
 
@@ -119,9 +119,9 @@ class BatchLog:
                 step, number, unfinished = match.groups()
                 yield _BatchFile(path, int(step), int(number), unfinished is None)
 
-    def _find(self, step: int | None, wanted: Sequence[str]) -> dict[str, PayloadLocation]:
+    def _find(self, step: int | None, names: Sequence[str]) -> dict[str, PayloadLocation]:
         """The newest position of each episode. Tables are read newest first until all episodes are found."""
-        missing, found, damaged = set(wanted), dict[str, PayloadLocation](), list[str]()
+        missing, places, damaged = set(names), dict[str, PayloadLocation](), list[str]()
         for file in self._newest_first(step):
             if not missing:
                 break
@@ -130,13 +130,13 @@ class BatchLog:
             except BadPayload as error:
                 damaged.append(str(error))
                 continue
-            found |= {name: table[name] for name in missing & table.keys()}
+            places |= {name: table[name] for name in missing & table.keys()}
             missing -= table.keys()
         if missing:
             where = f"the batch log {self.folder}" + ("" if step is None else f", step {step}")
             also = f"; files that cannot be read: {', '.join(damaged)}" if damaged else ""
             raise BadPayload(f"{min(missing)}: not in {where}{also}")
-        return found
+        return places
 
     def _newest_first(self, step: int | None) -> list[_BatchFile]:
         files = [file for file in self._files() if file.whole]

@@ -163,8 +163,8 @@ class TurnTable:
         holders = tuple(self._entries[name].said for name in sorted(self._entries))
         mine = self._entries[caller].said if caller in self._entries else None
         side = mine.side if mine else ""
-        wanted = any(one.waits and one.side != side for one in holders)
-        return Turns(mine.fence if mine else 0, wanted, over, holders)
+        is_requested = any(one.waits and one.side != side for one in holders)
+        return Turns(mine.fence if mine else 0, is_requested, over, holders)
 
 
 class TurnQueue(Protocol):
@@ -241,18 +241,18 @@ class DeviceTurn:
         if self._lost:
             raise TurnLost(self._lost)
 
-    async def take(self, needs: int, beside: Callable[[], Awaitable[None]] | None = None) -> None:
+    async def take(self, needs: int, while_waiting: Callable[[], Awaitable[None]] | None = None) -> None:
         """Waits until this process holds the devices with a claim of `needs` bytes.
 
-        `beside` is awaited between two looks, and may raise. An engine waits for as long as the trainer renews its
-        turn. Raises `TurnTimeout`, `OverBudget`.
+        `while_waiting` is awaited between two attempts, and may raise. An engine waits as long as the trainer renews
+        its turn. Raises `TurnTimeout`, `OverBudget`.
         """
         deadline = time.monotonic() + self.settings.hand_over_s
         self._asks, self._over_since = True, None
         try:
             while not await self._try(needs):
-                if beside is not None:
-                    await beside()
+                if while_waiting is not None:
+                    await while_waiting()
                 if self._side == "trainer" and time.monotonic() > deadline:
                     raise TurnTimeout(self._late())
                 await asyncio.sleep(ASK_S)
@@ -274,47 +274,47 @@ class DeviceTurn:
                 raise TurnTimeout(self._late())
             await asyncio.sleep(ASK_S)
 
-    async def give_back(self, kept: int = 0) -> None:
-        """The other side may take the devices; `kept` bytes of them stay with this process.
+    async def give_back(self, retained: int = 0) -> None:
+        """The other side may take the devices; `retained` bytes of them stay with this process.
 
-        Where the queue is away `kept` says it again, or the entry is over after its time.
+        Where the queue is away `retained` says it again, or the entry is over after its time.
         """
         async with self._one_call:
-            self.fence, self.wanted, self._bytes, self._lost = 0, False, kept, ""
+            self.fence, self.wanted, self._bytes, self._lost = 0, False, retained, ""
             try:
-                await self._call(holds=False, size=kept)
+                await self._call(holds=False, size=retained)
             except QueueUnavailable as error:
                 logger.warning("the turn on the devices is not given back yet: %s", error)
 
     async def _try(self, needs: int) -> bool:
         async with self._one_call:
             try:
-                found = await self._call(holds=True, size=needs)
+                turns = await self._call(holds=True, size=needs)
             except QueueUnavailable as error:
                 logger.warning("the queue does not say whose turn it is: %s", error)
                 return False
-            self.fence, self.wanted = found.fence, found.wanted
-            self._others = [one for one in found.holders if one.holder != self._holder]
-            self._check_budget(found, needs)
+            self.fence, self.wanted = turns.fence, turns.wanted
+            self._others = [one for one in turns.holders if one.holder != self._holder]
+            self._check_budget(turns, needs)
             if self.holds:
-                mine = next(one for one in found.holders if one.holder == self._holder)
+                mine = next(one for one in turns.holders if one.holder == self._holder)
                 self._bytes = mine.bytes
         return self.holds
 
-    def _check_budget(self, found: Turns, needs: int) -> None:
+    def _check_budget(self, turns: Turns, needs: int) -> None:
         """Raises `OverBudget` if the budget is exceeded although no holder may still leave bytes and no entry of a
         killed process may still end."""
-        waits, others_hold = found.fence == 0, any(one.holds for one in self._others)
-        if not found.over_budget or (waits and others_hold):
+        waits, others_hold = turns.fence == 0, any(one.holds for one in self._others)
+        if not turns.over_budget or (waits and others_hold):
             self._over_since = None
             return
         self._over_since = self._over_since or time.monotonic()
         if (waits or others_hold) and time.monotonic() - self._over_since <= self.settings.ttl_s + REST_S:
             return
-        kept = sum(one.bytes for one in self._others)
+        others_bytes = sum(one.bytes for one in self._others)
         raise OverBudget(
-            f"{self._holder} needs {needs} bytes of the devices, and the others keep {kept}: together more than "
-            f"placement.memory_budget_bytes, {self.settings.budget}. Raise it, or take less: a smaller model or "
+            f"{self._holder} needs {needs} bytes of the devices, and the others keep {others_bytes}: together more "
+            f"than placement.memory_budget_bytes, {self.settings.budget}. Raise it, or take less: a smaller model or "
             + ("rollout.kv_cache_tokens" if self._side == "engine" else "trainer.micro_batch_tokens, trainer.lora.rank")
         )
 
@@ -351,11 +351,11 @@ class DeviceTurn:
         if not self.holds:
             await self._call(holds=False, size=self._bytes)
             return
-        found = await self._call(holds=True, size=self._bytes)
-        if not found.fence:
+        turns = await self._call(holds=True, size=self._bytes)
+        if not turns.fence:
             self._lost = (
                 f"{self._holder} was silent for more than {self.settings.ttl_s:g} s, and the devices were given to "
-                + ", ".join(one.holder for one in found.holders if one.holds and one.holder != self._holder)
+                + ", ".join(one.holder for one in turns.holders if one.holds and one.holder != self._holder)
             )
             logger.error(self._lost)
-        self.fence, self.wanted = found.fence, found.wanted
+        self.fence, self.wanted = turns.fence, turns.wanted

@@ -99,8 +99,8 @@ def _check_images(images: EpisodeImages, segments: int) -> None:
     """Each image that a segment names is here once, or somewhere else, and its bytes are those of its name."""
     count = len(images.by_segment)
     expect(count == segments, "images.by_segment", f"names images of {count} segments, there are {segments}")
-    named, given = {name for names in images.by_segment for name in names}, {*images.data, *images.urls}
-    expect(named == given, "images", f"{min(named ^ given, default='')!r:.80} is named or given, not both")
+    named, provided = {name for names in images.by_segment for name in names}, {*images.data, *images.urls}
+    expect(named == provided, "images", f"{min(named ^ provided, default='')!r:.80} is named or given, not both")
     expect(images.data.keys().isdisjoint(images.urls), "images.urls", "one is of an image that is carried too")
     for name, data in images.data.items():
         expect(isinstance(data, bytes), "images.data", f"{name:.80} is {type(data).__name__}, bytes expected")

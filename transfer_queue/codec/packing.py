@@ -115,9 +115,9 @@ def head_length(prefix: bytes) -> int:
 
 def parse_head(prefix: bytes, kind: int) -> PayloadHead:
     """The head of a payload that starts with `prefix`, verified. Raises `BadPayload` naming the damaged part."""
-    found, head_len, reserved, body_len, checksum = _read_preamble(prefix)
-    if found != kind:
-        raise BadPayload(f"kind: {found}, expected {kind}")
+    actual, head_len, reserved, body_len, checksum = _read_preamble(prefix)
+    if actual != kind:
+        raise BadPayload(f"kind: {actual}, expected {kind}")
     body_at = _body_at(head_len)
     if len(prefix) < body_at:
         raise BadPayload(f"head: {len(prefix)} bytes, {body_at} needed; the payload is truncated")
@@ -181,10 +181,10 @@ def _read_preamble(prefix: bytes) -> tuple[int, int, int, int, int]:
     return kind, head_len, reserved, body_len, checksum
 
 
-def _head_from_plain(found: Any, body_at: int, body_len: int) -> PayloadHead:
-    if not isinstance(found, dict) or found.keys() != {"fields", "plain"} or not isinstance(found["plain"], dict):
+def _head_from_plain(head: Any, body_at: int, body_len: int) -> PayloadHead:
+    if not isinstance(head, dict) or head.keys() != {"fields", "plain"} or not isinstance(head["plain"], dict):
         raise BadPayload("head: not a map of fields and plain data")
-    rows, at, raw_bytes = found["fields"], body_at, 0
+    rows, at, raw_bytes = head["fields"], body_at, 0
     fields: dict[str, Field] = {}
     for row in rows if isinstance(rows, list) else [rows]:
         field = field_from_row(row, at)
@@ -196,7 +196,7 @@ def _head_from_plain(found: Any, body_at: int, body_len: int) -> PayloadHead:
     if at != body_at + body_len:
         raise BadPayload(f"length: a body of {body_len} bytes, its fields have {at - body_at}; damaged")
     _check_raw_bytes(raw_bytes)
-    return PayloadHead(found["plain"], fields, at)
+    return PayloadHead(head["plain"], fields, at)
 
 
 def _body_at(head_len: int) -> int:

@@ -115,9 +115,9 @@ def wanted_fields(head: PayloadHead, fields: Sequence[str]) -> list[str]:
 
     Raises `QueueError` for an unknown field, `BadPayload` for a head of another kind.
     """
-    asked = _segment_fields(fields)
-    found = (f"{index}.{name}" for index in range(_count(head)) for name in asked)
-    return [name for name in found if name in head.fields]
+    names = _segment_fields(fields)
+    candidates = (f"{index}.{name}" for index in range(_count(head)) for name in names)
+    return [name for name in candidates if name in head.fields]
 
 
 def values_of(head: PayloadHead, raws: Mapping[str, Any], fields: Sequence[str]) -> FieldValues:
@@ -253,9 +253,9 @@ def _dtype_of(values: Any, dtypes: str) -> str:
     """One of `dtypes`, as ``u1|u2``: that of the array, else the last one."""
     if "|" not in dtypes:
         return dtypes
-    found = dtypes.split("|")
+    names = dtypes.split("|")
     own = getattr(values, "dtype", None)
-    return next((name for name in found if own == DTYPES[name]), found[-1])
+    return next((name for name in names if own == DTYPES[name]), names[-1])
 
 
 def _check_table(head: PayloadHead, dtypes: Mapping[str, str]) -> None:

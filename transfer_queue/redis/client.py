@@ -178,9 +178,9 @@ class Connection:
             while True:
                 call = RedisCall(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT), node)
                 await self._finish("SCAN", [[call]])
-                cursor, found = call.reply
-                if found:
-                    yield found
+                cursor, keys = call.reply
+                if keys:
+                    yield keys
                 if cursor == b"0":
                     break
 

@@ -159,13 +159,13 @@ class _Link:
         for call in calls:
             if asking:
                 await self._wire.reply()
-            found = await self._wire.reply()
-            if isinstance(found, ResponseError):
-                call.error = found
-            elif isinstance(found, RedisError):  # such as LOADING: it ends the connection
-                raise found
+            reply = await self._wire.reply()
+            if isinstance(reply, ResponseError):
+                call.error = reply
+            elif isinstance(reply, RedisError):  # such as LOADING: it ends the connection
+                raise reply
             else:
-                call.reply, call.error = found, None
+                call.reply, call.error = reply, None
 
     async def disconnect(self) -> None:
         """Closes the connection and drops unsent bytes: a server that was stopped would run them and their repeat."""
@@ -290,10 +290,10 @@ class Cluster:
                 error = call.error
             return error
 
-    async def _learn(self, rows: Sequence[Any], asked: Node) -> None:
+    async def _learn(self, rows: Sequence[Any], source: Node) -> None:
         slots: list[Node | None] = [None] * REDIS_CLUSTER_HASH_SLOTS
         for first, last, master, *_ in rows:
-            host = (master[0] or b"").decode() or asked.host
+            host = (master[0] or b"").decode() or source.host
             slots[first : last + 1] = [self._known(host, master[1])] * (last - first + 1)
         self._slots, self._stale = slots, None in slots
         masters = set(slots)

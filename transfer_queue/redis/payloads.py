@@ -99,22 +99,24 @@ class Payloads:
             ["SET", key, view[at : at + CHUNK_BYTES], *how] for key, at in zip(self.keys(stored), cuts, strict=True)
         ]
 
-    async def fetch(self, wanted: Mapping[str, StoredPayload]) -> AsyncGenerator[tuple[str, bytes]]:
+    async def fetch(self, stored_by_name: Mapping[str, StoredPayload]) -> AsyncGenerator[tuple[str, bytes]]:
         """Episodes and their whole payloads, one by one in the order given. Close it (`aclosing`).
 
         Redis answers the next round trip while the caller unpacks a payload. Raises `BadPayload` if one is missing or
         truncated.
         """
-        async with aclosing(self._each([ByteRange(stored, 0, stored.size) for stored in wanted.values()])) as blobs:
-            rest = iter(wanted.items())
+        async with aclosing(
+            self._each([ByteRange(stored, 0, stored.size) for stored in stored_by_name.values()])
+        ) as blobs:
+            rest = iter(stored_by_name.items())
             async for blob in blobs:
                 name, stored = next(rest)
                 yield name, _present(name, blob if len(blob) == stored.size else None)
 
     async def cut(self, cuts: Sequence[ByteRange]) -> list[bytes]:
         """Ranges of payloads in the order given, shorter if the store holds less."""
-        async with aclosing(self._each(cuts)) as found:
-            return [blob async for blob in found]
+        async with aclosing(self._each(cuts)) as blobs:
+            return [blob async for blob in blobs]
 
     async def _each(self, cuts: Sequence[ByteRange]) -> AsyncGenerator[bytes]:
         groups = [list(self._pieces(cut)) for cut in cuts]
@@ -207,17 +209,17 @@ class PayloadReader:
     async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
         stored, spilled = await self._split(episode_ids)
         logged = await self._from_log(spilled)
-        found = {name: _in_payload(name, get_fields, blob, fields) for name, blob in logged.items()}
+        values = {name: _in_payload(name, get_fields, blob, fields) for name, blob in logged.items()}
         heads = await self._heads(stored)
         tables = {name: _in_payload(name, wanted_fields, head, fields) for name, head in heads.items()}
-        wanted = [(name, field) for name, table in tables.items() for field in table]
-        cuts = [ByteRange(stored[name], *heads[name].fields[field].byte_range) for name, field in wanted]
+        pairs = [(name, field) for name, table in tables.items() for field in table]
+        cuts = [ByteRange(stored[name], *heads[name].fields[field].byte_range) for name, field in pairs]
         arrays: dict[str, dict[str, bytes]] = {name: {} for name in stored}
-        for (name, field), raw in zip(wanted, await self._payloads.cut(cuts), strict=True):
+        for (name, field), raw in zip(pairs, await self._payloads.cut(cuts), strict=True):
             arrays[name][field] = raw
         for name, head in heads.items():
-            found[name] = _in_payload(name, values_of, head, arrays[name], fields)
-        return [found[episode_id] for episode_id in episode_ids]
+            values[name] = _in_payload(name, values_of, head, arrays[name], fields)
+        return [values[episode_id] for episode_id in episode_ids]
 
     async def held(self, episode_ids: Sequence[str]) -> dict[str, bytes]:
         """Packed trajectories of the episodes that are not spilled yet; others are skipped."""
@@ -229,13 +231,13 @@ class PayloadReader:
     async def _split(self, episode_ids: Sequence[str]) -> tuple[dict[str, StoredPayload], list[str]]:
         stored: dict[str, StoredPayload] = {}
         spilled: list[str] = []
-        for episode_id, found in zip(episode_ids, await self._locate(episode_ids), strict=True):
-            if not found.name:
+        for episode_id, location in zip(episode_ids, await self._locate(episode_ids), strict=True):
+            if not location.name:
                 raise BadPayload(f"{episode_id}: no payload; not completed, or its step is committed")
-            if found.size == SPILLED:
+            if location.size == SPILLED:
                 spilled.append(episode_id)
             else:
-                stored[episode_id] = found
+                stored[episode_id] = location
         return stored, spilled
 
     async def _from_log(self, episode_ids: Sequence[str]) -> Mapping[str, bytes]:

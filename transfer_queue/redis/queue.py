@@ -139,20 +139,20 @@ class RedisTransferQueue:
             return None
         how, *rest = answer
         if how == b"limit":
-            name, theirs, wanted = (part.decode() for part in rest)
+            name, theirs, ours_value = (part.decode() for part in rest)
             raise QueueError(
-                f"run {self._run} exists with {name} = {theirs}, not {wanted}; "
+                f"run {self._run} exists with {name} = {theirs}, not {ours_value}; "
                 f"set {name} to {theirs} to continue it, else use another name or drop it"
             )
         *names, age_ms = rest
-        found = RunIdentity(*(name.decode() for name in names))
+        owner = RunIdentity(*(name.decode() for name in names))
         if how == b"taken":
-            raise RunTaken(self._run, found, ours)
-        return RunRecord(found, age_ms / 1000)
+            raise RunTaken(self._run, owner, ours)
+        return RunRecord(owner, age_ms / 1000)
 
     async def claim_head(self, holder: str, ttl_s: float, dead: str = "") -> Head | None:
-        found = await self._script("claim_head", holder, round(ttl_s * 1000), dead)
-        return Head(found[0].decode(), found[1] / 1000) if found else None
+        reply = await self._script("claim_head", holder, round(ttl_s * 1000), dead)
+        return Head(reply[0].decode(), reply[1] / 1000) if reply else None
 
     async def release_head(self, holder: str) -> None:
         await self._script("release_head", holder)
@@ -161,8 +161,8 @@ class RedisTransferQueue:
         config, layout = await self._connection.command("HMGET", self._keys.run, "config", "layout")
         if config is None:
             raise NoSuchRun(f"no run {self._run} in this queue")
-        if (found := (layout or b"1").decode()) != LAYOUT:
-            raise QueueError(layout_refused(found))
+        if (stored_layout := (layout or b"1").decode()) != LAYOUT:
+            raise QueueError(layout_refused(stored_layout))
         return str(config.decode())
 
     # data ----------------------------------------------------------------------------------------------------------
@@ -201,9 +201,9 @@ class RedisTransferQueue:
         packed = encode_journal(entry)
         sampled = 0 if entry.ids is None else len(entry.ids)
         args = (lease.episode_id, lease.fence, position, packed, journal_cost(len(packed)), sampled)
-        kept = int(await self._connection.script("journal", self._keys.index, *args))
-        if kept >= 0:
-            raise JournalMismatch(lease.episode_id, position, kept)
+        count = int(await self._connection.script("journal", self._keys.index, *args))
+        if count >= 0:
+            raise JournalMismatch(lease.episode_id, position, count)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         await self._completions.complete(lease, trajectory)
@@ -332,8 +332,8 @@ class RedisTransferQueue:
         return [WeightUpdate(**unpack_plain(blob, "update")) for blob in blobs]
 
     async def take_turn(self, call: TurnCall) -> Turns:
-        asked = (call.side, call.holder, call.number, int(call.holds), round(call.ttl_s * 1000))
-        blob = await self._script("take_turn", *asked, call.bytes, call.used, call.budget, KEPT_TURN_REPORTS)
+        args = (call.side, call.holder, call.number, int(call.holds), round(call.ttl_s * 1000))
+        blob = await self._script("take_turn", *args, call.bytes, call.used, call.budget, KEPT_TURN_REPORTS)
         return turns_from_map(unpack_plain(blob, "turns"))
 
     async def turns(self) -> Turns:

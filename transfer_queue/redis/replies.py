@@ -67,18 +67,18 @@ def journal_from_values(values: Sequence[bytes]) -> list[JournalEntry]:
     return [decode_journal(value[_POSITION.size :]) for value in sorted(values)]
 
 
-def turns_from_map(found: Mapping[str, Any]) -> Turns:
+def turns_from_map(reply: Mapping[str, Any]) -> Turns:
     """Decodes the reply of scripts ``take_turn`` and ``turns``. An empty list arrives as an empty map."""
     rows = [
-        TurnHolder(side, name, bool(holds), bool(waits), *rest) for side, name, holds, waits, *rest in found["rows"]
+        TurnHolder(side, name, bool(holds), bool(waits), *rest) for side, name, holds, waits, *rest in reply["rows"]
     ]
-    return Turns(found["fence"], bool(found["wanted"]), bool(found["over"]), tuple(rows))
+    return Turns(reply["fence"], bool(reply["wanted"]), bool(reply["over"]), tuple(rows))
 
 
-def turn_report_from_map(found: Mapping[str, Any]) -> TurnReport:
+def turn_report_from_map(entry: Mapping[str, Any]) -> TurnReport:
     """Decodes an entry of the list ``turn_reports``."""
-    rest = {name: found[name] for name in ("side", "holder", "bytes", "used", "total_bytes", "total_used")}
-    return TurnReport(at_s=found["at"] / 1000, holds=bool(found["holds"]), **rest)
+    rest = {name: entry[name] for name in ("side", "holder", "bytes", "used", "total_bytes", "total_used")}
+    return TurnReport(at_s=entry["at"] / 1000, holds=bool(entry["holds"]), **rest)
 
 
 def pack_record(record: Any) -> bytes:
@@ -95,17 +95,17 @@ def limits_to_args(limits: Limits) -> list[Any]:
     return [item for pair in values.items() for item in pair]
 
 
-def status_from_map(found: dict[str, Any]) -> Status:
+def status_from_map(reply: dict[str, Any]) -> Status:
     """Return the status of the packed map of script ``status``."""
-    version, step, forgotten, per_step, committed = found["run"]  # a commit under way forgets step by step
-    counts, counters = _ints(found["counts"]), _ints(found["counters"])
+    version, step, forgotten, per_step, committed = reply["run"]  # a commit under way forgets step by step
+    counts, counters = _ints(reply["counts"]), _ints(reply["counters"])
     published = max(version, forgotten)
     groups = {
-        "queued": found["queued"],
-        "admitted": found["admitted"],
-        "ready": found["ready"],
-        "shipped": (step - published) * per_step - found["lost"][0],
-        "trained": (published - forgotten) * per_step - found["lost"][1],
+        "queued": reply["queued"],
+        "admitted": reply["admitted"],
+        "ready": reply["ready"],
+        "shipped": (step - published) * per_step - reply["lost"][0],
+        "trained": (published - forgotten) * per_step - reply["lost"][1],
         "committed": counts.get("committed_groups", 0),
         "dropped_over_age": counts.get("dropped_over_age", 0),
         "filtered": counts.get("filtered_groups", 0),
@@ -113,7 +113,7 @@ def status_from_map(found: dict[str, Any]) -> Status:
         "payload_lost": counts.get("payload_lost_groups", 0),
         "submitted": counts.get("submitted", 0),
     }
-    now = {"queued": counts.get("queued_episodes", 0) + found["open"], "leased": counts.get("leased", 0)}
+    now = {"queued": counts.get("queued_episodes", 0) + reply["open"], "leased": counts.get("leased", 0)}
     return Status(
         version=version,
         step=step,
@@ -121,13 +121,13 @@ def status_from_map(found: dict[str, Any]) -> Status:
         groups=groups,
         episodes=now | {name: counts.get(name, 0) for name in EPISODE_TOTALS},
         bytes=counters.get("bytes", 0),
-        parked=found["parked"],
+        parked=reply["parked"],
         unconsumed_bytes=counters.get("unconsumed", 0),
-        waits_s={name: float(value) for name, value in _pairs(found["waits"])},
-        workers=_ints(found["workers"]),
-        other_splits=_splits(found["splits"]),
-        ages_s={name: ms / 1000 for name, ms in found["ages"].items() if ms >= 0},
-        over_age=deciles(_buckets(found["lengths"], "all"), _buckets(found["lengths"], "over")),
+        waits_s={name: float(value) for name, value in _pairs(reply["waits"])},
+        workers=_ints(reply["workers"]),
+        other_splits=_splits(reply["splits"]),
+        ages_s={name: ms / 1000 for name, ms in reply["ages"].items() if ms >= 0},
+        over_age=deciles(_buckets(reply["lengths"], "all"), _buckets(reply["lengths"], "over")),
     )
 
 
@@ -140,8 +140,8 @@ def _splits(flat: Sequence[str]) -> dict[str, dict[str, int]]:
 
 
 def _buckets(flat: Sequence[str], kind: str) -> dict[int, int]:
-    found = [(name.partition(" "), int(value)) for name, value in _pairs(flat)]
-    return {int(bucket): count for (which, _, bucket), count in found if which == kind}
+    pairs = [(name.partition(" "), int(value)) for name, value in _pairs(flat)]
+    return {int(bucket): count for (which, _, bucket), count in pairs if which == kind}
 
 
 def _ints(flat: Sequence[str]) -> dict[str, int]:
@@ -199,10 +199,10 @@ _PASSING_TYPES = (
 )
 
 
-def layout_refused(found: str) -> str:
-    """The message for a run whose keys have layout `found`."""
+def layout_refused(layout: str) -> str:
+    """The message for a run whose keys have layout `layout`."""
     return (
-        f"the run's keys have layout {found}, this version of Penstock reads layout {LAYOUT}: finish the run "
+        f"the run's keys have layout {layout}, this version of Penstock reads layout {LAYOUT}: finish the run "
         "with the version that created it, or drop it (`penstock queue drop`) and start it again; its checkpoints stay"
     )
 

@@ -84,12 +84,12 @@ def script(name: str) -> Script:
 
 def _header(section: str) -> dict[str, list[str]]:
     """The words of its lines ``-- needs`` and ``-- flags``."""
-    found: dict[str, list[str]] = {}
+    words: dict[str, list[str]] = {}
     at = 0
     while line := _HEADER.match(section, at):
-        found[line[1]] = [word.strip() for word in line[2].split(",")]
+        words[line[1]] = [word.strip() for word in line[2].split(",")]
         at = line.end()
-    return found
+    return words
 
 
 @cache
@@ -105,8 +105,8 @@ def make_library(scripts: Iterable[Script], definitions: str = "") -> Library:
     ordered = sorted(scripts, key=lambda one: one.name)
     contents = "".join(f"{one.name} {one.flags}\n{one.source}\n" for one in ordered)
     name = f"penstock_{hashlib.sha256((definitions + contents).encode()).hexdigest()[:16]}"
-    made = Library(name, "")
-    functions = [_function(made.function(one.name), one) for one in ordered]
+    library = Library(name, "")
+    functions = [_function(library.function(one.name), one) for one in ordered]
     return Library(name, "\n".join([f"#!lua name={name}", definitions, *functions]))
 
 
@@ -121,8 +121,8 @@ def _sections() -> dict[tuple[str, str], str]:
     """(``script`` or ``part``, name) → source, of all files in ``lua/``; parts in the order of their use."""
     folder = files("penstock.transfer_queue").joinpath("lua")
     others = sorted(file.name for file in folder.iterdir() if file.name.endswith(".lua"))
-    found: dict[tuple[str, str], str] = {}
+    sections: dict[tuple[str, str], str] = {}
     for name in dict.fromkeys([*_PART_FILES, *others]):
         _, *pieces = _SECTION.split(folder.joinpath(name).read_text(encoding="utf-8"))
-        found |= dict(zip(zip(pieces[::3], pieces[1::3], strict=True), pieces[2::3], strict=True))
-    return found
+        sections |= dict(zip(zip(pieces[::3], pieces[1::3], strict=True), pieces[2::3], strict=True))
+    return sections

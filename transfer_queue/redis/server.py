@@ -357,10 +357,10 @@ class RedisCluster:
             await self.ask(server, "CLUSTER MEET", "127.0.0.1", self.servers[0].port)
 
     async def _until_ok(self, server: RedisServer) -> None:
-        wanted, info = {b"cluster_state:ok", f"cluster_known_nodes:{len(self.servers)}".encode()}, b""
+        required, info = {b"cluster_state:ok", f"cluster_known_nodes:{len(self.servers)}".encode()}, b""
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not wanted <= set((info := await self._info(server)).split(b"\r\n")):  # noqa: ASYNC110
+                while not required <= set((info := await self._info(server)).split(b"\r\n")):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         except TimeoutError as error:
             raise QueueError(

