@@ -129,9 +129,9 @@ if __name__ == "__main__":
     parser.add_argument("--url", required=True, help="a rollout server of the run: rollout.port of the recipe")
     parser.add_argument("--api", choices=sorted(MODELS), default="chat")
     parser.add_argument("--concurrency", type=int, default=16, help="episodes at once")
-    given = parser.parse_args()
+    options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "httpx2"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    count = asyncio.run(main(given.url, os.environ["PENSTOCK_TOKEN"], given.api, given.concurrency))
+    count = asyncio.run(main(options.url, os.environ["PENSTOCK_TOKEN"], options.api, options.concurrency))
     log.info("%d episodes finished", count)

@@ -123,10 +123,10 @@ def steps(options: argparse.Namespace) -> dict[Path, int]:
 
 def new_sum(dice: Random, seen: set[PartedSum]) -> PartedSum:
     """One that is not in `seen`, which has it then."""
-    while (made := random_sum(dice)) in seen:
+    while (candidate := random_sum(dice)) in seen:
         pass
-    seen.add(made)
-    return made
+    seen.add(candidate)
+    return candidate
 
 
 def random_sum(dice: Random) -> PartedSum:

@@ -62,8 +62,10 @@ def follow_ups(task: Task) -> dict[str, str]:
     """
     parts, results = (str(task.extra_info.get(name) or "").split() for name in ("parts", "results"))
     if not parts or len(parts) != len(set(results)):
-        wanted = "extra_info needs `parts`, and `results` with a different one for each (data.py steps makes such rows)"
-        raise ToolInfraError("tool python", f"row {task.task_id}: {wanted}")
+        requirement = (
+            "extra_info needs `parts`, and `results` with a different one for each (data.py steps makes such rows)"
+        )
+        raise ToolInfraError("tool python", f"row {task.task_id}: {requirement}")
     return dict(zip(results[:-1], parts[1:], strict=True))
 
 

@@ -189,8 +189,8 @@ class Pupil:
             image_grid_thw=self.grid.repeat(len(batch), 1),
             use_cache=False,
         ).logits
-        lines, asked = torch.arange(len(batch)), torch.tensor([len(self.prompts[one.kind]) for one in batch])
-        return logits[lines, asked - 1], logits[lines, asked]
+        lines, ends = torch.arange(len(batch)), torch.tensor([len(self.prompts[one.kind]) for one in batch])
+        return logits[lines, ends - 1], logits[lines, ends]
 
     def loss(self, batch: Sequence[Example], sure: float) -> Tensor:
         """Cross entropy with answers of which the share `sure` is right and the others are drawn evenly.
@@ -239,8 +239,8 @@ def learn_to_doubt(pupil: Pupil, shown: Sequence[Example], options: Any) -> None
     learning = [parameter for parameter in pupil.model.parameters() if parameter.requires_grad]
     optimizer, dice = torch.optim.AdamW(learning, betas=(0.9, 0.98), weight_decay=0.0), Random(options.seed)
     for step in range(options.doubt_steps):
-        left = 1 - step / options.doubt_steps
-        learn(pupil, optimizer, dice.sample(shown, options.batch), options.lr / 4 * left, options.sure)
+        remaining = 1 - step / options.doubt_steps
+        learn(pupil, optimizer, dice.sample(shown, options.batch), options.lr / 4 * remaining, options.sure)
     pupil.model.model.visual.requires_grad_(True)
 
 

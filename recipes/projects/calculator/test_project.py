@@ -33,8 +33,8 @@ def test_the_reward_reads_the_last_number(answer: str, score: float) -> None:
 @pytest.mark.parametrize(("policy", "reward"), [(policies.oracle, 1.0), (policies.null, 0.0)])
 def test_only_an_agent_that_calls_the_tool_earns_the_reward(policy, reward: float) -> None:
     config = load_config(HERE / "recipe.yaml")
-    asked = [{"role": "user", "content": "What is 4821*307?"}]
-    task = Task("t0", "test", asked, "calculator", "1480047", extra_info={"expression": "4821*307"})
+    prompt = [{"role": "user", "content": "What is 4821*307?"}]
+    task = Task("t0", "test", prompt, "calculator", "1480047", extra_info={"expression": "4821*307"})
     check = asyncio.run(
         check_env([task], policy, model=config.model, config=config.agent, tools=config.tools, recipe_dir=HERE)
     )

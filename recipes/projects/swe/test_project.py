@@ -19,8 +19,8 @@ def test_the_policies_that_prove_the_tasks_end_with_submit() -> None:
 
 def test_tasks_of_learn_are_made(tmp_path: Path) -> None:
     learn_data.main(["--out", str(tmp_path), "--conversations", "8"])
-    made = {path.name for path in tmp_path.iterdir()}
-    assert made >= {"train.parquet", "eval.parquet", "conversations.jsonl", "repositories"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {"train.parquet", "eval.parquet", "conversations.jsonl", "repositories"}
 
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "learn.yaml"])
