@@ -86,8 +86,8 @@ def without_last(blocks: Sequence[str], count: int) -> list[str]:
     rows = decode_rows(blocks)
     if rows is None or count <= 0:
         return list(blocks)
-    kept = rows[: max(0, len(rows) - count)]
-    return [encode_rows(kept)] if len(kept) else []
+    remaining = rows[: max(0, len(rows) - count)]
+    return [encode_rows(remaining)] if len(remaining) else []
 
 
 # what a model's settings say -----------------------------------------------------------------------------------------

@@ -106,18 +106,18 @@ class _Mixture:
         with _Choices(self):
             return self._plain(*args, **kwargs)
 
-    def chosen(self, scores: Tensor, found: Any) -> Any:
-        """`found`: what the router's topk over `scores` [T, E] gave."""
-        alone = indices = found.indices
+    def chosen(self, scores: Tensor, choice: Any) -> Any:
+        """`choice`: what the router's topk over `scores` [T, E] gave."""
+        alone = indices = choice.indices
         known: Tensor | None = None
         if self.replayed is not None:
             indices, known = replayed_choice(alone, self.replayed)
-            found = torch.return_types.topk((scores.gather(-1, indices), indices))
+            choice = torch.return_types.topk((scores.gather(-1, indices), indices))
         if self.record is not None:
             self.record.append(indices)
         if self.load is not None and torch.is_grad_enabled():
             self.load.add(scores.detach(), indices, known, alone, self.real)
-        return found
+        return choice
 
 
 class _Choices(TorchFunctionMode):
@@ -128,12 +128,12 @@ class _Choices(TorchFunctionMode):
         self._mixture = mixture
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func is torch.topk or func is Tensor.topk:
             scores, mixture = args[0], self._mixture
-            if found.indices.shape == (scores.shape[0], mixture.per_token) and scores.shape[1:] == (mixture.experts,):
-                return mixture.chosen(scores, found)
-        return found
+            if result.indices.shape == (scores.shape[0], mixture.per_token) and scores.shape[1:] == (mixture.experts,):
+                return mixture.chosen(scores, result)
+        return result
 
 
 class Routers:
@@ -142,20 +142,20 @@ class Routers:
     def __init__(self, model: Any) -> None:
         """Raises `NoRouters` for a model without experts, or with one expert per token."""
         config = model.config.get_text_config()
-        found = [one for one in model.modules() if isinstance(getattr(one, "experts", None), nn.Module)]
-        if not found:
+        mixtures = [one for one in model.modules() if isinstance(getattr(one, "experts", None), nn.Module)]
+        if not mixtures:
             raise NoRouters(f"{type(model).__name__} has no layers with experts")
         per_token = next((int(getattr(config, name)) for name in PER_TOKEN if getattr(config, name, None)), 0)
         if per_token < LEAST_PER_TOKEN:
             raise NoRouters(
                 f"{type(model).__name__} has {per_token or 'an unknown number of'} experts per token, not 2 or more"
             )
-        counts = {_count(one.experts) for one in found}
+        counts = {_count(one.experts) for one in mixtures}
         if len(counts) != 1 or 0 in counts:
             raise NoRouters(f"{type(model).__name__} has layers of {sorted(counts)} experts")
-        self.mixtures = Mixtures(len(found), counts.pop(), per_token)
-        owners = _owners(model, found)
-        self._layers = [_Mixture(one, self.mixtures.experts, per_token) for one in found]
+        self.mixtures = Mixtures(len(mixtures), counts.pop(), per_token)
+        owners = _owners(model, mixtures)
+        self._layers = [_Mixture(one, self.mixtures.experts, per_token) for one in mixtures]
         self._unwrap = [_replace_forward(owner, self._handing_on(owner.forward, numbers)) for owner, numbers in owners]
 
     def _handing_on(self, forward: Callable[..., Any], numbers: list[int]) -> Callable[..., Any]:
@@ -195,8 +195,8 @@ class Routers:
 
     def rows(self, records: list[list[Tensor]]) -> NDArray[Any]:
         """The choices of one call of the model: [T, layers, k]"""
-        found: NDArray[Any] = torch.stack([record[0] for record in records], dim=1).cpu().numpy()
-        return found.astype(self.mixtures.dtype)
+        choices: NDArray[Any] = torch.stack([record[0] for record in records], dim=1).cpu().numpy()
+        return choices.astype(self.mixtures.dtype)
 
     def count_load(self, device: torch.device) -> None:
         """Count the load of forwards with gradients from now on."""
@@ -273,10 +273,10 @@ def _owners(model: Any, mixtures: list[nn.Module]) -> list[tuple[nn.Module, list
     """The decoder layers, and which of the mixtures each has: none may pass `Routing` on to its attention."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [one for one in model.modules() if type(one).__name__ in names]
-    found = [
+    owners = [
         (one, [n for n, mixture in enumerate(mixtures) if any(part is mixture for part in one.modules())])
         for one in layers
     ]
-    if sorted(number for _, numbers in found for number in numbers) != list(range(len(mixtures))):
+    if sorted(number for _, numbers in owners for number in numbers) != list(range(len(mixtures))):
         raise NoRouters(f"{type(model).__name__} has experts outside of its decoder layers")
-    return found
+    return owners

@@ -43,8 +43,8 @@ class AnswerBuilder:
         self._before_server = (len(self.token_ids), self.resumed, self.continued_over_update)
         if not self.token_ids:
             return self.request.model_copy(update={"deadline_s": deadline_s})
-        left = self.request.sampling.max_new_tokens - len(self.token_ids)
-        sampling = self.request.sampling.model_copy(update={"max_new_tokens": left})
+        remaining = self.request.sampling.max_new_tokens - len(self.token_ids)
+        sampling = self.request.sampling.model_copy(update={"max_new_tokens": remaining})
         context = [*self.request.token_ids, *self.token_ids]
         change = {"token_ids": context, "sampling": sampling, "deadline_s": deadline_s}
         if self.request.routed_experts_from is not None:
@@ -71,11 +71,11 @@ class AnswerBuilder:
 
     def take_back(self) -> int:
         """Removes what the current server sent, whose versions it disproved; returns how many tokens."""
-        kept, self.resumed, self.continued_over_update = self._before_server
-        removed = len(self.token_ids) - kept
-        del self.token_ids[kept:], self.logprobs[kept:]
-        self.spans = [(version, start, min(end, kept)) for version, start, end in self.spans if start < kept]
-        self._experts = [(tokens, blocks) for tokens, blocks in self._experts if tokens <= kept]
+        count, self.resumed, self.continued_over_update = self._before_server
+        removed = len(self.token_ids) - count
+        del self.token_ids[count:], self.logprobs[count:]
+        self.spans = [(version, start, min(end, count)) for version, start, end in self.spans if start < count]
+        self._experts = [(tokens, blocks) for tokens, blocks in self._experts if tokens <= count]
         self.finish_reason = None
         return removed
 

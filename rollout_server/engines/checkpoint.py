@@ -123,9 +123,9 @@ def check_complete(manifest: Manifest, shapes: Shapes) -> None:
     The output head may be missing or extra: it is the embedding where the two are tied. Where nothing is known of the
     model (`shapes` is empty) nothing is refused.
     """
-    given = manifest.entries
-    head = given.get(_OUTPUT_HEAD)
-    embedding = next((entry for name, entry in given.items() if name.endswith("embed_tokens.weight")), head)
+    entries = manifest.entries
+    head = entries.get(_OUTPUT_HEAD)
+    embedding = next((entry for name, entry in entries.items() if name.endswith("embed_tokens.weight")), head)
     # A head that the folder does not have is its embedding: engines load either one, and drop the other.
     if shapes and _OUTPUT_HEAD not in shapes and head and embedding and head.xxh3 != embedding.xxh3:
         raise WeightsRefused(
@@ -134,16 +134,16 @@ def check_complete(manifest: Manifest, shapes: Shapes) -> None:
     check_names(manifest.version, {entry.name: entry.shape for entry in manifest.tensors}, shapes)
 
 
-def check_names(version: int, given: Mapping[str, tuple[int, ...]], shapes: Shapes) -> None:
+def check_names(version: int, offered: Mapping[str, tuple[int, ...]], shapes: Shapes) -> None:
     """`check_complete` before there are checksums: names and shapes alone."""
     if not shapes:
         return
-    for name in sorted((shapes.keys() ^ given.keys()) - {_OUTPUT_HEAD}):
+    for name in sorted((shapes.keys() ^ offered.keys()) - {_OUTPUT_HEAD}):
         problem = "is missing" if name in shapes else "does not belong to the model"
         raise WeightsRefused(f"version {version}: tensor {name!r} {problem}")
-    for name in sorted(shapes.keys() & given.keys()):
-        if shapes[name] != given[name]:
+    for name in sorted(shapes.keys() & offered.keys()):
+        if shapes[name] != offered[name]:
             raise WeightsRefused(
-                f"version {version}: tensor {name!r} has shape {list(given[name])},"
+                f"version {version}: tensor {name!r} has shape {list(offered[name])},"
                 f" the model's has {list(shapes[name])}"
             )

@@ -65,15 +65,15 @@ class Child:
     def tail(self, lines: int = 25) -> str:
         """The last lines of the log, and how the process ended if it did so by itself."""
         size = self.log_path.stat().st_size if self.log_path.exists() else 0
-        found = self._log(max(self._log_start, size - 16384)).splitlines()[-lines:]
-        return "\n".join(found + ([f"{self.name} {self.end_of_it}"] if self.end_of_it else []))
+        last_lines = self._log(max(self._log_start, size - 16384)).splitlines()[-lines:]
+        return "\n".join(last_lines + ([f"{self.name} {self.end_of_it}"] if self.end_of_it else []))
 
     def cause(self) -> str:
         """The first exception in the log that is no mere warning, else the log's end. One is reported many times."""
         lines = [line for line in self._log(self._log_start).splitlines() if "WARNING" not in line]
         exception = re.compile(r"(?:^|\s)(\w*(?:Error|Exception|error): .+)$")
-        found = next(filter(None, map(exception.search, lines)), None)
-        return f"{found[1]} (see {self.log_path})" if found else f"{self.log_path} ends with:\n{self.tail()}"
+        match = next(filter(None, map(exception.search, lines)), None)
+        return f"{match[1]} (see {self.log_path})" if match else f"{self.log_path} ends with:\n{self.tail()}"
 
     @property
     def end_of_it(self) -> str:

@@ -117,55 +117,57 @@ def _compared(
     holds: Callable[[str, torch.Tensor], bool],
 ) -> Comparison:
     equal, reasons = 0, Counter[str]()
-    for name, held in parameters:
-        if reason := _incomparable(name, held, forms):
+    for name, parameter in parameters:
+        if reason := _incomparable(name, parameter, forms):
             reasons[reason] += 1
-        elif holds(name, held.detach()):
+        elif holds(name, parameter.detach()):
             equal += 1
         else:
             return Comparison(equal, reasons.total(), name, dict(reasons))
     return Comparison(equal, reasons.total(), reasons=dict(reasons))
 
 
-def _incomparable(name: str, held: torch.Tensor, published: Mapping[str, torch.Tensor]) -> str:
+def _incomparable(name: str, parameter: torch.Tensor, published: Mapping[str, torch.Tensor]) -> str:
     """Why the parameter cannot hold the published values in their order; empty where it must."""
     names = parts_of(name)
-    if not held.ndim or any(part not in published for part in names):
+    if not parameter.ndim or any(part not in published for part in names):
         return "unknown to the version"
     parts = [published[part] for part in names]
-    if held.dtype not in _PLAIN and any(held.dtype != part.dtype for part in parts):
+    if parameter.dtype not in _PLAIN and any(parameter.dtype != part.dtype for part in parts):
         return "quantised"
     rows = sum(len(part) for part in parts if part.ndim)
     # More rows are padding of the vocabulary; fewer are one rank's share.
-    if any(part.shape[1:] != held.shape[1:] for part in parts) or not 0 < rows <= len(held):
+    if any(part.shape[1:] != parameter.shape[1:] for part in parts) or not 0 < rows <= len(parameter):
         return "split or packed"
-    return "" if held.is_contiguous() else "transposed"
+    return "" if parameter.is_contiguous() else "transposed"
 
 
-def _holds(name: str, held: torch.Tensor, published: Mapping[str, torch.Tensor], sample: Sample) -> bool:
+def _holds(name: str, parameter: torch.Tensor, published: Mapping[str, torch.Tensor], sample: Sample) -> bool:
     first = 0
     for part in parts_of(name):
-        wanted = published[part]
-        for rows, values in _pieces(held[first : first + len(wanted)], wanted, sample):
+        expected = published[part]
+        for rows, values in _pieces(parameter[first : first + len(expected)], expected, sample):
             if not torch.equal(rows, values.to(rows.device, rows.dtype)):
                 return False
-        first += len(wanted)
+        first += len(expected)
     return True
 
 
-def _begins(name: str, held: torch.Tensor, forms: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]) -> bool:
+def _begins(
+    name: str, parameter: torch.Tensor, forms: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]
+) -> bool:
     first = 0
     for part in parts_of(name):
-        wanted = rows[part]
-        if not torch.equal(held[first : first + len(wanted)], wanted.to(held.device, held.dtype)):
+        expected = rows[part]
+        if not torch.equal(parameter[first : first + len(expected)], expected.to(parameter.device, parameter.dtype)):
             return False
         first += len(forms[part])
     return True
 
 
-def _pieces(rows: torch.Tensor, wanted: torch.Tensor, sample: Sample) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _pieces(rows: torch.Tensor, expected: torch.Tensor, sample: Sample) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Both in the same pieces of whole rows, about `Sample.piece_values` values each."""
     step = max(1, sample.piece_values // max(1, rows[0].numel()))
     for number, first in enumerate(range(0, len(rows), step)):
         if sample.takes(number):
-            yield rows[first : first + step], wanted[first : first + step]
+            yield rows[first : first + step], expected[first : first + step]

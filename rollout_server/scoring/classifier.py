@@ -91,7 +91,7 @@ def _checked_label(label: int | None, labels: int) -> int | None:
 
 
 def _pad_id(tokenizer: Any, config: Any) -> int:
-    for found in (tokenizer.pad_token_id, config.pad_token_id, tokenizer.eos_token_id):
-        if found is not None:
-            return int(found)
+    for candidate in (tokenizer.pad_token_id, config.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return int(candidate)
     raise BadModel("neither the tokenizer nor the model has a padding or an end token")

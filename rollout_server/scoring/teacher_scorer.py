@@ -99,9 +99,9 @@ class TokenScorer:
         for index, row in enumerate(rows):  # padded on the right: a causal model's tokens never see it
             ids[index, : len(row)] = torch.tensor(row.ids, dtype=torch.long)
             mask[index, : len(row)] = 1
-        given = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), "use_cache": False}
+        inputs = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), "use_cache": False}
         with torch.inference_mode():
-            whole = self._model.base_model(**given)[0] if self._tiled else self._model(**given).logits
+            whole = self._model.base_model(**inputs)[0] if self._tiled else self._model(**inputs).logits
             return [self._row(whole[index, : len(row) - 1], row) for index, row in enumerate(rows)]
 
     def _row(self, states: Any, row: TeacherRow) -> JudgedRow:
@@ -110,27 +110,29 @@ class TokenScorer:
 
         count, k = len(states), row.top_k
         targets = torch.tensor(list(row.ids[1:]), dtype=torch.long, device=self._device)
-        found = JudgedRow(np.zeros(count, np.float32), np.zeros((count, k), np.int64), np.zeros((count, k), np.float32))
+        judged = JudgedRow(
+            np.zeros(count, np.float32), np.zeros((count, k), np.int64), np.zeros((count, k), np.float32)
+        )
         for start in range(0, count, TILE):
-            part, wanted = states[start : start + TILE], targets[start : start + TILE]
+            part, sampled = states[start : start + TILE], targets[start : start + TILE]
             logits = (self._model.get_output_embeddings()(part) if self._tiled else part).float()
             total = logits.logsumexp(-1, keepdim=True)
             top, tile = logits.topk(k, dim=-1), slice(start, start + TILE)
-            found.logprobs[tile] = (logits.gather(-1, wanted[:, None]) - total).squeeze(-1).cpu().numpy()
-            found.top_ids[tile] = top.indices.cpu().numpy()
-            found.top_logprobs[tile] = (top.values - total).cpu().numpy()
-        return found
+            judged.logprobs[tile] = (logits.gather(-1, sampled[:, None]) - total).squeeze(-1).cpu().numpy()
+            judged.top_ids[tile] = top.indices.cpu().numpy()
+            judged.top_logprobs[tile] = (top.values - total).cpu().numpy()
+        return judged
 
     def _head_alone(self) -> bool:
         import torch
 
         if self._model.base_model is self._model:  # its hidden states are not to be had by themselves
             return False
-        given = {"input_ids": torch.tensor([TRIED], device=self._device) % self.vocabulary, "use_cache": False}
+        inputs = {"input_ids": torch.tensor([TRIED], device=self._device) % self.vocabulary, "use_cache": False}
         with torch.inference_mode():
-            logits = self._model(**given).logits
+            logits = self._model(**inputs).logits
             head = self._model.get_output_embeddings()
             if head is None:
                 return False
-            made = head(self._model.base_model(**given)[0])
-        return made.shape == logits.shape and bool((made - logits).abs().max() <= TOLERANCE)
+            by_head = head(self._model.base_model(**inputs)[0])
+        return by_head.shape == logits.shape and bool((by_head - logits).abs().max() <= TOLERANCE)

@@ -79,16 +79,16 @@ def build_teacher_app(scorer: TokenScorer, token: str, model: str, batcher: Teac
             metrics.requests.labels("refused").inc()
             raise HTTPException(422, problem)
         try:
-            (found,) = await batches.submit([TeacherRow(body.prompt, body.prompt_logprobs)], REQUEST_S)
+            (row,) = await batches.submit([TeacherRow(body.prompt, body.prompt_logprobs)], REQUEST_S)
         except (Busy, Late) as error:
             metrics.requests.labels(type(error).__name__.lower()).inc()
             busy = isinstance(error, Busy)
             return JSONResponse({"detail": str(error)}, 429 if busy else 504, {"Retry-After": "1"} if busy else None)
-        if not found.is_finite:
+        if not row.is_finite:
             raise HTTPException(503, "the model's logprobs are not finite")
         metrics.requests.labels("judged").inc()
-        metrics.tokens.inc(len(found.logprobs))
-        return await asyncio.to_thread(_answer, model, body.prompt, found)
+        metrics.tokens.inc(len(row.logprobs))
+        return await asyncio.to_thread(_answer, model, body.prompt, row)
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
@@ -105,9 +105,9 @@ def build_teacher_app(scorer: TokenScorer, token: str, model: str, batcher: Teac
     return guarded(app, token, "this teacher")
 
 
-def _answer(model: str, ids: Sequence[int], found: JudgedRow) -> JSONResponse:
+def _answer(model: str, ids: Sequence[int], row: JudgedRow) -> JSONResponse:
     """Rendered in its own thread: a long row with a top k is megabytes."""
-    own, tops = found.logprobs.tolist(), zip(found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True)
+    own, tops = row.logprobs.tolist(), zip(row.top_ids.tolist(), row.top_logprobs.tolist(), strict=True)
     judged = [
         {**{str(one): {"logprob": value} for one, value in zip(*top, strict=True)}, str(token): {"logprob": logprob}}
         for token, logprob, top in zip(ids[1:], own, tops, strict=True)

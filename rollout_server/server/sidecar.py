@@ -217,8 +217,8 @@ class Sidecar:
         if self.draining or (in_place and (self.weights.loading or not self.open)):
             return ""
         newest = self.weights.newest
-        found = newest.manifest.get("round") if newest and isinstance(newest.manifest, Mapping) else None
-        return found if isinstance(found, str) else ""
+        address = newest.manifest.get("round") if newest and isinstance(newest.manifest, Mapping) else None
+        return address if isinstance(address, str) else ""
 
     @property
     def _stands_still(self) -> bool:
@@ -240,13 +240,13 @@ class Sidecar:
     async def _pull(self, engine: Engine) -> None:
         before = (self.weights.version, self.weights.refused)
         try:
-            held = await self.weights.pull(engine)
+            is_current = await self.weights.pull(engine)
         finally:
             if self.pin is not None:
                 self.pin.moved()
         if (self.weights.version, self.weights.refused) != before:
             self._registration.changed.set()
-        if held and not self.open:
+        if is_current and not self.open:
             assert self.info is not None
             await self._compare(self.info)
             self._open()
@@ -315,13 +315,13 @@ class Sidecar:
     async def pull_now(self, timeout_s: float) -> bool:
         """Looks for newer weights at once, refused ones included; False: the attempt has not ended in `timeout_s`."""
         # A pull in progress began before this call: the one after it counts.
-        wanted = self.weights.pulls + 2
+        pulls = self.weights.pulls + 2
         self.weights.try_again()
         deadline = time.monotonic() + timeout_s
-        while self.weights.pulls < wanted and time.monotonic() < deadline:
+        while self.weights.pulls < pulls and time.monotonic() < deadline:
             self._wake.set()
             await asyncio.sleep(0.02)
-        return self.weights.pulls >= wanted
+        return self.weights.pulls >= pulls
 
     def _entry(self) -> ServerInfo | None:
         """The entry in the registry; None before the first engine is to open or has refused its weights, and while

@@ -105,10 +105,10 @@ class ForwardStep:
 
     def _add(self, bucket: Bucket) -> None:
         start, places = len(self.ids), list[int]()
-        for (new, *_), found in groupby(bucket.rows, lambda row: (row.new, row.new > 1 and not row.fed)):
+        for (new, *_), group in groupby(bucket.rows, lambda row: (row.new, row.new > 1 and not row.fed)):
             if not new:
                 continue
-            rows = list(found)
+            rows = list(group)
             longest = max(row.fed for row in rows) + new
             self.runs.append(Run(bucket, rows, new, len(self.ids), longest))
             for row in rows:
@@ -121,10 +121,10 @@ class ForwardStep:
 
     def last_tokens(self, rows: list[Row]) -> torch.Tensor:
         """[rows] places of their last tokens in the pass; `rows` are some of the step's, in its order."""
-        wanted, ends, end = {id(row) for row in rows}, [], 0
+        chosen, ends, end = {id(row) for row in rows}, [], 0
         for row in self.rows:
             end += row.new
-            if id(row) in wanted:
+            if id(row) in chosen:
                 ends.append(end - 1)
         return torch.tensor(ends, dtype=torch.long)
 
@@ -215,15 +215,16 @@ def attend_by_request(  # noqa: PLR0917 (the signature is transformers')
     if softcap is not None:
         _refuse_unknown(module, {"position_bias": position_bias})
         return _attend_capped(query, key, value, attention_mask, scaling, softcap), None
-    given: dict[str, Any] = {"is_causal": is_causal, "position_bias": position_bias}
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **given, **others)
+    options: dict[str, Any] = {"is_causal": is_causal, "position_bias": position_bias}
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **options, **others)
 
 
 def _refuse_unknown(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-    asked = sorted(name for name, value in arguments.items() if value is not None and name not in HARMLESS)
-    if asked:
+    unknown = sorted(name for name, value in arguments.items() if value is not None and name not in HARMLESS)
+    if unknown:
         raise UnsupportedArguments(
-            f"{type(module).__name__} calls attention with {', '.join(asked)}, unknown to the hf engine: {USE_ANOTHER}"
+            f"{type(module).__name__} calls attention with {', '.join(unknown)}, unknown to the hf engine: "
+            f"{USE_ANOTHER}"
         )
 
 

@@ -229,9 +229,9 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
         for row in list(self._running):
             if row.bucket is None:
                 continue  # put back for one before it
-            left = row.left
-            row.new = 1 if left == 1 else min(left, room)
-            if left > 1:
+            remaining = row.left
+            row.new = 1 if remaining == 1 else min(remaining, room)
+            if remaining > 1:
                 room -= row.new
             if row.fed + row.new > row.bucket.capacity:
                 self._make_room(row)

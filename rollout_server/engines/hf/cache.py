@@ -106,12 +106,12 @@ class Bucket:
             new[:, :used] = old[:, :used]
         self.planes = planes
 
-    def append(self, row: Row, held: Planes) -> None:
-        """`held` [planes, row.fed, KV, D] become the row's."""
+    def append(self, row: Row, planes: Planes) -> None:
+        """`planes` [planes, row.fed, KV, D] become the row's."""
         row.bucket, row.index = self, len(self.rows)
         self.rows.append(row)
         if row.fed:
-            for plane, source in zip(self.planes, held, strict=True):
+            for plane, source in zip(self.planes, planes, strict=True):
                 plane[:, row.index, : row.fed] = source[:, : row.fed]
 
     def copy_of(self, row: Row) -> Planes:
@@ -202,9 +202,9 @@ class KVCache:
         False where no room was made: the row then holds nothing.
         """
         bucket = _of(row)
-        held = bucket.copy_of(row)
+        planes = bucket.copy_of(row)
         bucket.remove(row)
-        while not self._place(row, held, tokens):
+        while not self._place(row, planes, tokens):
             if not make_way():
                 row.fed = 0
                 return False
@@ -216,7 +216,7 @@ class KVCache:
             row.bucket.remove(row)
         row.fed = 0
 
-    def _place(self, row: Row, held: Planes, tokens: int) -> bool:
+    def _place(self, row: Row, planes: Planes, tokens: int) -> bool:
         capacity = 64  # of the smallest row
         while capacity < tokens:
             capacity *= 2
@@ -224,7 +224,7 @@ class KVCache:
         bucket = self._buckets.setdefault(capacity, Bucket(self.layout, capacity))
         if not self._have_row(bucket):
             return False
-        bucket.append(row, held)
+        bucket.append(row, planes)
         return True
 
     def _have_row(self, bucket: Bucket) -> bool:
@@ -289,16 +289,16 @@ class KVCache:
 
     def _find(self, ids: list[int]) -> tuple[Prefix | None, int]:
         """The prefix that shares most, and how many tokens: never all of `ids`, whose last gives the next token."""
-        found = None
+        prefix = None
         for page in page_names(ids):
             if page not in self._by_page:
                 break
-            found = self._by_page[page]
-        if found is None:
+            prefix = self._by_page[page]
+        if prefix is None:
             return None, 0
-        self._prefixes.move_to_end(id(found))
-        shared = common_length(found.ids, ids[:-1])
-        return (found, shared) if shared else (None, 0)
+        self._prefixes.move_to_end(id(prefix))
+        shared = common_length(prefix.ids, ids[:-1])
+        return (prefix, shared) if shared else (None, 0)
 
 
 def page_names(ids: Sequence[int]) -> list[int]:

@@ -99,8 +99,8 @@ class HFEngine:
         name, answer = link.stream()
         sampling = request.sampling.model_dump()
         try:
-            asked = {"token_ids": request.token_ids, "routed_from": request.routed_experts_from}
-            link.send("generate", id=name, sampling=sampling, images=images, **asked)
+            context = {"token_ids": request.token_ids, "routed_from": request.routed_experts_from}
+            link.send("generate", id=name, sampling=sampling, images=images, **context)
             while True:
                 chunk = await self._next(answer)
                 yield chunk

@@ -108,10 +108,10 @@ class InPlaceTargets:
 
     def check_tied(self, entries: Iterable[TensorEntry]) -> None:
         """Raises `WeightsRefused` where tensors of one parameter differ. `entries`: of the whole stream."""
-        found: dict[int, TensorEntry] = {}
+        first_entries: dict[int, TensorEntry] = {}
         for entry in entries:
             destination = self._destinations[entry.name]
-            twin = found.setdefault(self._state[destination.parameter].data_ptr(), entry)
+            twin = first_entries.setdefault(self._state[destination.parameter].data_ptr(), entry)
             if len(destination.stored) == 1 and twin.xxh3 != entry.xxh3:
                 raise WeightsRefused(
                     f"version {self._version}: tensors {twin.name!r} and {entry.name!r} are tied but differ"
@@ -128,8 +128,8 @@ class InPlaceTargets:
     def _plan(self, offered: dict[str, StreamTensor]) -> Iterable[tuple[str, _Destination]]:
         for name, parts in self._names.parts.items() if self._names else ():
             if parts.names != (name,) and all(stored in offered for stored in parts.names):
-                made = self._made_of(name, [offered.pop(stored) for stored in parts.names])
-                yield from ((stored, made) for stored in parts.names)
+                destination = self._made_of(name, [offered.pop(stored) for stored in parts.names])
+                yield from ((stored, destination) for stored in parts.names)
         for name, tensor in offered.items():
             yield name, self._made_of(name, [tensor])
 
@@ -138,16 +138,16 @@ class InPlaceTargets:
         if target is None:
             raise WeightsRefused(f"version {self._version}: the model has no tensor {parameter!r}")
         forms = {one.name: torch.empty(one.shape, dtype=_dtype(one), device="meta") for one in tensors}
-        given = self._joined(parameter, forms)
-        if given.shape != target.shape:
+        joined = self._joined(parameter, forms)
+        if joined.shape != target.shape:
             raise WeightsRefused(
-                f"version {self._version}: tensor {stored[0]!r} makes shape {list(given.shape)}, the model's is"
+                f"version {self._version}: tensor {stored[0]!r} makes shape {list(joined.shape)}, the model's is"
                 f" {list(target.shape)}"
             )
-        if given.dtype != target.dtype and not (given.is_floating_point() and target.is_floating_point()):
+        if joined.dtype != target.dtype and not (joined.is_floating_point() and target.is_floating_point()):
             text = f"version {self._version}: tensor {stored[0]!r} is {tensors[0].dtype}, the model's is not"
             raise WeightsRefused(text)
-        alike = len(stored) == 1 and given.dtype == target.dtype and target.is_contiguous()
+        alike = len(stored) == 1 and joined.dtype == target.dtype and target.is_contiguous()
         return _Destination(parameter, stored, target.reshape(-1).view(torch.uint8) if alike else None)
 
     def _joined(self, parameter: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -239,5 +239,5 @@ class InPlaceReceiver:
 
 
 def _dtype(tensor: StreamTensor) -> torch.dtype:
-    found: torch.dtype = getattr(torch, tensor.dtype)
-    return found
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    return dtype

@@ -166,14 +166,14 @@ class HFServer:
             self.batcher.add(name, token_ids, sampling, message["routed_from"])
 
     def _figures(self) -> dict[str, Any]:
-        held, most = self.batcher.cache_bytes
+        cache_bytes, most = self.batcher.cache_bytes
         return {
             "steps": self.batcher.steps,
             "in_flight": self.batcher.in_flight,
             "kv_blocks": self.batcher.kv_blocks_in_use,
             "reused_tokens": self.batcher.reused_tokens,
             "version": self.batcher.sampler.version,
-            "used_bytes": self.given_up.held_bytes + held,  # weights that were moved or dropped do not count
+            "used_bytes": self.given_up.held_bytes + cache_bytes,  # weights that were moved or dropped do not count
             "most_bytes": self.given_up.weight_bytes + most,
         }
 

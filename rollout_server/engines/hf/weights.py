@@ -34,13 +34,13 @@ def plan_copies(model: torch.nn.Module, manifest: Manifest, host: Mapping[str, t
 
     Tied tensors (one storage, several names) may come under any of their names, or under all if they agree.
     """
-    wanted, targets = manifest.entries, model.state_dict()
+    announced, targets = manifest.entries, model.state_dict()
     version = manifest.version
     copies: dict[int, Copy] = {}
     for name, source in host.items():
         if name not in targets:
             raise WeightsRefused(f"version {version}: the model has no tensor {name!r}")
-        xxh3 = wanted[name].xxh3 if name in wanted else checksum(source)  # joined from several that were verified
+        xxh3 = announced[name].xxh3 if name in announced else checksum(source)  # joined from several that were verified
         copy = _plan_one(version, name, targets[name], source, xxh3)
         twin = copies.setdefault(targets[name].data_ptr(), copy)
         if twin.xxh3 != copy.xxh3:

@@ -49,9 +49,9 @@ class EngineAddress:
 
     def head(self, path: str) -> bytes:
         """Head of a POST of JSON, up to the number of its bytes."""
-        kept = "" if self.keep_s else "Connection: close\r\n"
+        connection = "" if self.keep_s else "Connection: close\r\n"
         return (
-            f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\nAuthorization: Bearer {self.key}\r\n{kept}"
+            f"POST {path} HTTP/1.1\r\nHost: {self.host}\r\nAuthorization: Bearer {self.key}\r\n{connection}"
             "Content-Type: application/json\r\nContent-Length: "
         ).encode()
 
@@ -84,8 +84,8 @@ class EventClient:
         if path not in self._heads:
             self._heads[path] = self._address.head(path)
         exchange = StreamedPost(self._heads[path] + b"%d\r\n\r\n" % len(body) + body, reply)
-        if (kept := self._take_idle()) is not None:
-            kept.send(exchange)
+        if (idle := self._take_idle()) is not None:
+            idle.send(exchange)
         else:
             exchange.connecting = asyncio.get_running_loop().create_task(self._connect(exchange))
             self._connecting.add(exchange.connecting)

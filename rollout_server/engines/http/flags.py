@@ -89,15 +89,15 @@ async def known_flags(product: Product, installation: Installation) -> frozenset
     file = _cache_folder() / f"flags-{product.key}-{digest}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         return frozenset(json.loads(_read_own(file)))
-    found = flags_in(await _help(command))
-    if len(found) < 20:  # the text of an error
+    flags = flags_in(await _help(command))
+    if len(flags) < 20:  # the text of an error
         logger.warning("%s does not say which flags it takes; they are not checked", " ".join(command))
         return frozenset()
     with contextlib.suppress(OSError):
         if file.is_absolute():
             private_folder(file.parent)
-            write_atomically(file, json.dumps(sorted(found)), mode=0o600)
-    return found
+            write_atomically(file, json.dumps(sorted(flags)), mode=0o600)
+    return flags
 
 
 def flags_in(text: str) -> frozenset[str]:
@@ -132,8 +132,8 @@ def _plain(name: str) -> str:
 def _read_own(path: Path) -> bytes:
     """Raises `OSError`, also where another user could have written the file: then it is not read."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise PermissionError(f"{path} is not this user's alone")
         return file.read()
 

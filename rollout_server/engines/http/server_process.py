@@ -102,17 +102,17 @@ class Product:
         if process.returncode:
             reason = errors.decode(errors="replace").strip().rpartition("\n")[2]
             raise EngineError(f"{python} cannot be asked for {self.title}: {reason}; {self.fix}", retryable=False)
-        found: dict[str, Any] = json.loads(output)
-        return found
+        versions: dict[str, Any] = json.loads(output)
+        return versions
 
     def check_version(self, python: str, version: str | None) -> str:
         """`version`, if there is one and it is of the tested range. Raises `EngineError` with the fix."""
         if version is None:
             raise EngineError(f"{python} has no {self.title}; {self.fix}", retryable=False)
         floor, ceiling = (".".join(map(str, end)) for end in (self.floor, self.ceiling))
-        found, tested = _numbers(version), f"Penstock is tested with {floor} and later, below {ceiling}"
-        if not self.floor <= found < self.ceiling:
-            age = "older" if found < self.floor else "newer"
+        numbers, tested = _numbers(version), f"Penstock is tested with {floor} and later, below {ceiling}"
+        if not self.floor <= numbers < self.ceiling:
+            age = "older" if numbers < self.floor else "newer"
             raise EngineError(
                 f"{self.title} {version} in {python} is {age} than what will do: {tested}; {self.fix}", retryable=False
             )
@@ -120,18 +120,18 @@ class Product:
 
     def merge_flags(self, ours: dict[str, Any], users: dict[str, Any]) -> dict[str, Any]:
         """A user's flag replaces ours of that name. Raises `EngineError` where the adapter needs its own."""
-        given = {name.replace("_", "-"): value for name, value in users.items()}
-        if taken := sorted(given.keys() & self.own_flags):
+        flags = {name.replace("_", "-"): value for name, value in users.items()}
+        if taken := sorted(flags.keys() & self.own_flags):
             raise EngineError(
                 f"rollout.{self.key}_args.{taken[0]} is set by Penstock itself; remove it", retryable=False
             )
-        return {**ours, **given}
+        return {**ours, **flags}
 
 
 def inherited_environment() -> dict[str, str]:
     """Environment of a server in its own Python: without secrets, and without paths to this one's packages."""
-    found = environment_without_secrets()
-    return {name: value for name, value in found.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environment = environment_without_secrets()
+    return {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def flag_words(flags: dict[str, Any], *, negative: bool) -> list[str]:
@@ -149,11 +149,11 @@ def _words(name: str, value: Any, negative: bool) -> list[str]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """(0, 5, 23) of "0.5.23", "0.5.23rc1" and "0.5.23+local"."""
-    found = []
+    numbers = []
     for part in version.split("+", maxsplit=1)[0].split(".")[:3]:
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        found.append(int(digits or 0))
-    return tuple(found)
+        numbers.append(int(digits or 0))
+    return tuple(numbers)
 
 
 class ChildServer(Child, ABC):

@@ -263,21 +263,21 @@ class AnswerStream(ABC):
         self._certain = self.received
         self.finish_reason = reason
 
-    def _route(self, found: str | None, reason: FinishReason) -> None:
+    def _route(self, routed: str | None, reason: FinishReason) -> None:
         """Keeps the routed experts of the whole answer, as the server sends them. Raises `EngineError`."""
         if self._routed is None:
             return
-        if not found:
+        if not routed:
             if reason != "abort":
                 raise EngineError(f"{self.engine} sent no routed experts with the answer", retryable=False)
             return
         try:
-            self._experts = [self._routed.block(self._rows(found), self.received)]
+            self._experts = [self._routed.block(self._rows(routed), self.received)]
         except ValueError as error:
             raise EngineError(f"{self.engine} sent no routed experts: {error}", retryable=False) from error
 
     @abstractmethod
-    def _rows(self, found: str) -> NDArray[Any]:
+    def _rows(self, encoded: str) -> NDArray[Any]:
         """[positions, all layers, k]. Raises `ValueError`."""
 
     def _expire(self, timeout_s: float) -> None:

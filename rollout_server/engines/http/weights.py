@@ -241,10 +241,10 @@ class HttpWeights(ABC, Generic[Fetched]):
 
     async def _stand_still(self) -> Standstill:
         """Returns once nothing is sampled any more."""
-        asked = time.monotonic()
+        requested_at = time.monotonic()
         await self._pause()
         # The step that was under way when we asked continued sampling: the pause begins with its tokens.
-        since = max([asked, *(stream.received_at for stream in self.streams)])
+        since = max([requested_at, *(stream.received_at for stream in self.streams)])
         self._read_all()
         # Aborted answers do not continue, though the last events of some are still on their way.
         in_flight = 0 if self.config.pause == "abort" else sum(not stream.ended for stream in self.streams)

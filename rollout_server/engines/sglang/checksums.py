@@ -55,14 +55,14 @@ def expected_checksums(
         return checksum(rows.detach().reshape(-1).view(torch.uint8).numpy())
 
     parts = {name: [part for part in parts_of(name) if part in tensors] for name in names}
-    parts = {name: found for name, found in parts.items() if found}
+    parts = {name: present for name, present in parts.items() if present}
     with ThreadPoolExecutor(min(MOST_THREADS, cores())) as threads:
         return dict(zip(parts, threads.map(checksum_of, parts.values()), strict=True))
 
 
-def first_difference(expected: Mapping[str, str], found: Mapping[str, str]) -> str | None:
+def first_difference(expected: Mapping[str, str], actual: Mapping[str, str]) -> str | None:
     """Name of the first parameter whose checksum is another one, None where all agree."""
-    return next((name for name in sorted(expected) if found.get(name) != expected[name]), None)
+    return next((name for name in sorted(expected) if actual.get(name) != expected[name]), None)
 
 
 def folder_tensors(model: str) -> dict[str, Any]:

@@ -93,11 +93,11 @@ class SGLangStream(AnswerStream):
             raise EngineError(f"SGLang ended the answer by itself: {reason['matched']}")
         self._end(_FINISH[reason["type"]], meta.get("weight_versions"), meta.get("routed_experts"))
 
-    def _rows(self, found: str) -> NDArray[Any]:
+    def _rows(self, encoded: str) -> NDArray[Any]:
         """Base64 of int32 numbers, without their shape."""
         assert self._routed is not None
         layers = self._routed.layers
-        return np.frombuffer(b64decode(found), dtype="<i4").reshape(-1, layers.all_layers, layers.mixtures.per_token)
+        return np.frombuffer(b64decode(encoded), dtype="<i4").reshape(-1, layers.all_layers, layers.mixtures.per_token)
 
 
 def logprobs_of(event: dict[str, Any]) -> list[float]:

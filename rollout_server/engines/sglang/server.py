@@ -88,10 +88,10 @@ def _config(source: Path) -> dict[str, Any]:
 
 def _without_eos(config: dict[str, Any]) -> dict[str, Any]:
     """Null, not left out: some architectures have a default of their own. The text part's too."""
-    found = config | {"eos_token_id": None}
+    changed = config | {"eos_token_id": None}
     if isinstance(text := config.get("text_config"), dict):
-        found["text_config"] = _without_eos(text)
-    return found
+        changed["text_config"] = _without_eos(text)
+    return changed
 
 
 class SGLangServer(ChildServer):
@@ -156,13 +156,13 @@ class SGLangServer(ChildServer):
         return ours | (self._cpu_defaults() if installation.cpu else self._gpu_defaults())
 
     def _gpu_defaults(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
         if self.sleep_level:
             # With a copy in host memory, versions that were never announced survive too: the model itself is one.
-            found |= {"enable-memory-saver": True, "enable-weights-cpu-backup": self.sleep_level == 1}
+            defaults |= {"enable-memory-saver": True, "enable-weights-cpu-backup": self.sleep_level == 1}
         if self.config.kv_offload_gb:
-            found |= {"enable-hierarchical-cache": True, "hicache-size": self._offload_gb_of_rank()}
-        return found
+            defaults |= {"enable-hierarchical-cache": True, "hicache-size": self._offload_gb_of_rank()}
+        return defaults
 
     def _offload_gb_of_rank(self) -> int:
         """SGLang takes what each rank of a server has. Raises `EngineError`."""
@@ -195,9 +195,9 @@ async def find_installation(config: RolloutConfig) -> Installation:
     """The environment to use; one that is untested or unprepared is refused, as are flags that it does not know.
     Raises `EngineError` with the fix."""
     python = SGLANG.find_python(config.sglang_python)
-    found = await SGLANG.ask(python)
-    version = SGLANG.check_version(python, found["versions"].get("sglang"))
-    installation = Installation(python, version, cpu=not found["gpu"])
+    probe = await SGLANG.ask(python)
+    version = SGLANG.check_version(python, probe["versions"].get("sglang"))
+    installation = Installation(python, version, cpu=not probe["gpu"])
     await check_flags(SGLANG, installation, config.sglang_args)
     return installation
 
@@ -220,9 +220,9 @@ def environment(installation: Installation, threads: int, folder: Path, ranks: i
 
 def ranks_of(users: Mapping[str, Any]) -> int:
     """Number of ranks that share a model, from the flag under any of its names."""
-    given = {name.replace("_", "-"): value for name, value in users.items()}
-    found = (given.get(name) for name in ("tp-size", "tensor-parallel-size", "tp"))
-    return int(next((value for value in found if value is not None), 1))
+    flags = {name.replace("_", "-"): value for name, value in users.items()}
+    sizes = (flags.get(name) for name in ("tp-size", "tensor-parallel-size", "tp"))
+    return int(next((value for value in sizes if value is not None), 1))
 
 
 def cores_by_rank(ranks: int, cores: Sequence[int]) -> str:
@@ -247,11 +247,11 @@ def held_port() -> socket.socket:
 
     Of two sockets with SO_REUSEADDR both may have the port as long as one of them does not listen.
     """
-    held = socket.socket()
+    listener = socket.socket()
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
     except BaseException:
-        held.close()
+        listener.close()
         raise
-    return held
+    return listener

@@ -98,7 +98,9 @@ class SGLangWeights(HttpWeights[Fetched]):
         names = list(ranks[0]) if ranks else []
         expected = await asyncio.to_thread(self._expected, tensors, names)
         # Ranks hold parts of some parameters; engines pad, pack and quantise others.
-        self.checked = [name for name in sorted(expected) if all(held.get(name) == expected[name] for held in ranks)]
+        self.checked = [
+            name for name in sorted(expected) if all(checksums.get(name) == expected[name] for checksums in ranks)
+        ]
         if not self.checked:
             return ["weights are verified before loading only: this SGLang's checksums cannot be computed here"]
         if len(self.checked) == len(expected):
@@ -145,8 +147,8 @@ class SGLangWeights(HttpWeights[Fetched]):
         """
         _, expected, version = fetched
         ranks = await self._checksums(all_of_them=bool(expected)) if expected or self._ranks > 1 else []
-        for rank, held in enumerate(ranks):
-            if name := first_difference(expected, held):
+        for rank, checksums in enumerate(ranks):
+            if name := first_difference(expected, checksums):
                 raise EngineError(f"rank {rank} of SGLang loaded other values than the version has in {name}")
         try:
             version.check_unchanged()  # SGLang read the file itself, after it was verified

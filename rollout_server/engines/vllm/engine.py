@@ -77,9 +77,9 @@ class VLLMStream(AnswerStream):
         if fed is not None and (differs := difference(event, *fed)):
             raise EngineError(f"images: vLLM did not take the request as it was sent: {differs}", retryable=False)
 
-    def _rows(self, found: str) -> NDArray[Any]:
+    def _rows(self, encoded: str) -> NDArray[Any]:
         """Base64 of a ``.npy`` file."""
-        rows = decode_rows([found])
+        rows = decode_rows([encoded])
         assert rows is not None
         return rows
 

@@ -54,12 +54,14 @@ class PixelMaker:
             from transformers import AutoImageProcessor
 
             self._processor = AutoImageProcessor.from_pretrained(self._model)
-            made = self._processor([Image.new("RGB", (56, 56))], return_tensors="pt")
+            features = self._processor([Image.new("RGB", (56, 56))], return_tensors="pt")
         except (OSError, ValueError, ImportError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise UnknownProcessor(f"{self._model}: its image processor cannot be made: {first}; {FIX}") from error
-        if set(made) != GIVEN:
-            raise UnknownProcessor(f"{self._model}: its image processor makes {', '.join(sorted(made))} of an image")
+        if set(features) != GIVEN:
+            raise UnknownProcessor(
+                f"{self._model}: its image processor makes {', '.join(sorted(features))} of an image"
+            )
 
     def see(self, image: bytes) -> tuple[int, str]:
         """(ids that stand for the encoded image, its pixels as `packed_item` has them). Raises `ValueError`."""
@@ -69,8 +71,8 @@ class PixelMaker:
             opened = Image.open(io.BytesIO(image)).convert("RGB")
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise ValueError(f"its {len(image)} bytes are no picture: {error}") from error
-        made = self._processor([opened], return_tensors="pt")
-        values, grid = made["pixel_values"].to(self._dtype), made["image_grid_thw"][0].to(torch.int64)
+        features = self._processor([opened], return_tensors="pt")
+        values, grid = features["pixel_values"].to(self._dtype), features["image_grid_thw"][0].to(torch.int64)
         tokens = int(grid.prod()) // self._processor.merge_size**2
         dtype = str(values.dtype).removeprefix("torch.")
         return tokens, packed_item(_bytes(values), dtype, list(values.shape), _bytes(grid))

@@ -66,9 +66,9 @@ def places_of(ids: Sequence[int], image_token: int, images: Sequence[SeenImage])
     Raises `BadRequest` unless these are all placeholders that there are: vLLM would take others for text.
     """
     places = list(_runs(ids, image_token, images))
-    wanted = sum(image.tokens for image in images)
-    if (found := ids.count(image_token)) != wanted:
-        raise BadRequest("images", f"token_ids have {found} places for parts of images, the images have {wanted}")
+    expected = sum(image.tokens for image in images)
+    if (count := ids.count(image_token)) != expected:
+        raise BadRequest("images", f"token_ids have {count} places for parts of images, the images have {expected}")
     for number, ((first, length), (behind, _)) in enumerate(pairwise([*places, (len(ids), 0)])):
         if first + length > behind or any(ids[at] != image_token for at in range(first, first + length)):
             raise BadRequest(f"images.{number}", f"has {length} tokens, the ids from {first} on have other places")
@@ -99,10 +99,14 @@ def difference(event: Mapping[str, Any], ids: Sequence[int], places: Sequence[tu
 
     `event`: the first of an answer to a request with `return_token_ids`.
     """
-    if (found := event.get("prompt_token_ids")) is None:
+    if (reported := event.get("prompt_token_ids")) is None:
         return "it does not say on which ids it computes"
-    if found != list(ids):
-        at = next((n for n, (one, other) in enumerate(zip(found, ids, strict=False)) if one != other), len(ids))
-        return f"it computes on {len(found)} ids, {len(ids)} were sent; the first other one is at {at}"
-    told = [(one["offset"], one["length"]) for one in (event.get("mm_placeholders") or {}).get(MODALITY, ())]
-    return "" if told == list(places) else f"it has images at {told}, they were sent at {list(places)}"
+    if reported != list(ids):
+        at = next((n for n, (one, other) in enumerate(zip(reported, ids, strict=False)) if one != other), len(ids))
+        return f"it computes on {len(reported)} ids, {len(ids)} were sent; the first other one is at {at}"
+    reported_places = [(one["offset"], one["length"]) for one in (event.get("mm_placeholders") or {}).get(MODALITY, ())]
+    return (
+        ""
+        if reported_places == list(places)
+        else f"it has images at {reported_places}, they were sent at {list(places)}"
+    )

