@@ -53,7 +53,7 @@ def current_call() -> str | None:
     return call.name if call is not None else None
 
 
-def request_key(*asked: bytes) -> str | None:
+def request_key(*parts: bytes) -> str | None:
     """The key of one request; None outside of a call.
 
     Made of what is asked, not of the order of asking: requests that a tool sends side by side find their own answers.
@@ -62,7 +62,7 @@ def request_key(*asked: bytes) -> str | None:
     if call is None:
         return None
     digest = hashlib.blake2b(digest_size=16)
-    for part in (call.name.encode(), *asked):
+    for part in (call.name.encode(), *parts):
         digest.update(len(part).to_bytes(8, "little") + part)
     times = call.asked[digest.digest()] = call.asked.get(digest.digest(), 0) + 1
     return f"{digest.hexdigest()}-{times}"

@@ -107,7 +107,7 @@ class DockerSandbox(LimitedSandbox):
             return await ContainerBox.open(await self._container(image, command, slot, config), self._driver)
 
         def launch_keeper() -> Awaitable[Container]:
-            return self._container(image, KEEPER_COMMAND, slot, config, kept=True)
+            return self._container(image, KEEPER_COMMAND, slot, config, own_keeper=True)
 
         if image.image_id not in self._without_python:
             try:
@@ -128,9 +128,9 @@ class DockerSandbox(LimitedSandbox):
         return self._images[name]
 
     async def _container(
-        self, image: DockerImage, command: list[str], slot: SessionSlot, config: SandboxConfig, kept: bool = False
+        self, image: DockerImage, command: list[str], slot: SessionSlot, config: SandboxConfig, own_keeper: bool = False
     ) -> Container:
-        """`kept`: the first process gets its own uid: it cannot hide from programs that share its uid."""
+        """`own_keeper`: the first process gets its own uid: it cannot hide from programs that share its uid."""
         own_root, storage_bytes = slot.needs.own_root, None
         if own_root:
             if image.user.partition(":")[0] not in ("", "0", "root"):
@@ -143,7 +143,7 @@ class DockerSandbox(LimitedSandbox):
         labels = labels_of(self._owner, slot.label, slot.session_id)
         spec = container_spec(config, self._engine, image, command, slot=slot.slot, labels=labels, own_root=own_root)
         user = spec["User"]
-        if kept:
+        if own_keeper:
             spec["User"] = keeper_of(self._engine.remaps_uids)
         return await self.in_turn(lambda: Container.start(self._connected(), spec, user, storage_bytes))
 

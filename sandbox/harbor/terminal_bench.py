@@ -135,8 +135,8 @@ class _Reader:
         }
         if not set(map(str, service.get("volumes", ()))) <= logs:
             raise self.error(f"{COMPOSE}: volumes of its own cannot be mapped to one container")
-        found: Mapping[str, Any] = service
-        return found
+        checked: Mapping[str, Any] = service
+        return checked
 
     def _context(self, service: Mapping[str, Any]) -> tuple[str, str]:
         """(folder, Dockerfile in it)"""

@@ -187,14 +187,14 @@ class KubernetesApi:
 
     async def _check_policy(self, client: ApiClient, policies: NetworkingV1Api) -> None:
         """Raises `SandboxError` where the policy of our name is another one: boxes would have a network."""
-        wanted = deny_all()
-        name = wanted["metadata"]["name"]
+        expected = deny_all()
+        name = expected["metadata"]["name"]
         with self._translating("reading a network policy"):
             policy = await policies.read_namespaced_network_policy(
                 name, self._namespace, _request_timeout=CALL_TIMEOUT_S
             )
         spec = client.sanitize_for_serialization(policy.spec)
-        if {key: value for key, value in spec.items() if value} != wanted["spec"]:
+        if {key: value for key, value in spec.items() if value} != expected["spec"]:
             raise SandboxError(
                 f"kubernetes: NetworkPolicy {name} in {self._namespace} is not the one that denies boxes the network:"
                 " delete it, and it is made anew"

@@ -54,14 +54,14 @@ STRATEGIES: tuple[Strategy, ...] = (
 """By name; each record's last one; any."""
 
 
-def changed_data(files: Mapping[str, bytes], wanted: Strategy, dice: random.Random, odds: float) -> dict[str, bytes]:
+def changed_data(files: Mapping[str, bytes], selects: Strategy, dice: random.Random, odds: float) -> dict[str, bytes]:
     """The files of which something was changed, each wanted value at `odds`."""
     changed: dict[str, bytes] = {}
     for path, data in files.items():
         edits = [
             edit
             for value in _values(data)
-            if wanted(value) and dice.random() < odds and (edit := _other_value(value, dice)) is not None
+            if selects(value) and dice.random() < odds and (edit := _other_value(value, dice)) is not None
         ]
         for edit in reversed(edits):
             changed[path] = edit.apply(changed.get(path, data))

@@ -147,7 +147,7 @@ def without_parameters(test: str) -> str:
 async def read_hidden(workspace: Workspace, task: SweTask, data: Collection[str] = ()) -> dict[str, bytes]:
     """The files of FAIL_TO_PASS, and `data`, as they lie in the box now; what cannot be read is left out."""
     paths = dict.fromkeys(test.partition("::")[0] for test in task.fail_to_pass if "::" in test)
-    return {path: found for path in (*paths, *data) if (found := await _read(workspace, path)) is not None}
+    return {path: data_read for path in (*paths, *data) if (data_read := await _read(workspace, path)) is not None}
 
 
 async def put_changes(workspace: Workspace, changes: BoxChanges) -> None:

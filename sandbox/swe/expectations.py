@@ -88,7 +88,7 @@ def _values(function: Function, source: Source, dice: random.Random) -> list[Edi
     named = _named_literals(function, sure)
     edits: dict[int, Edit] = {}
     for statement in sure:
-        written = [found for side in _sides(statement) if (found := _written(side, named)) is not None]
+        written = [literal for side in _sides(statement) if (literal := _written(side, named)) is not None]
         if len(written) == 1 and (edit := other_literal(written[0], source, dice)):
             edits[edit.start] = edit
     return list(edits.values())
@@ -287,8 +287,11 @@ def open_edits(data: bytes, names: Collection[Name], dice: random.Random, odds: 
     cells: dict[int, ast.expr] = {}
     for name, function in functions(source.tree):
         if name in names:
-            found = [*_cells(function, constants), *(constants[one] for one in _compared(function) if one in constants)]
-            cells.update({source.span(cell)[0]: cell for cell in found if _is_written_out(cell)})
+            cells_found = [
+                *_cells(function, constants),
+                *(constants[one] for one in _compared(function) if one in constants),
+            ]
+            cells.update({source.span(cell)[0]: cell for cell in cells_found if _is_written_out(cell)})
     chosen = [cell for cell in cells.values() if dice.random() < odds]
     return [edit for cell in chosen if (edit := other_literal(cell, source, dice)) is not None]
 

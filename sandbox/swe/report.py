@@ -59,9 +59,9 @@ class Grade:
     @property
     def share(self) -> float:
         """Share of the failing tests that were repaired; 0 where another one broke."""
-        kept = all(self.outcomes.get(test) == "passed" for test in self.pass_to_pass)
+        unbroken = all(self.outcomes.get(test) == "passed" for test in self.pass_to_pass)
         repaired = sum(self.outcomes.get(test) == "passed" for test in self.fail_to_pass)
-        return repaired / len(self.fail_to_pass) if kept and not self.doubt else 0.0
+        return repaired / len(self.fail_to_pass) if unbroken and not self.doubt else 0.0
 
     def report(self) -> dict[str, Any]:
         """Return the report in the shape of SWE-bench's ``report.json``."""

@@ -184,7 +184,7 @@ def names_of(mark: Any) -> list[str]:
     return [one.strip() for one in names.split(",") if one.strip()] if isinstance(names, str) else list(names)
 
 
-def read_rows(mark: Any, wanted: list[str]) -> list[dict[str, str]]:
+def read_rows(mark: Any, columns: list[str]) -> list[dict[str, str]]:
     """The wanted values of each row, of those that have a literal."""
     names = names_of(mark)
     rows = []
@@ -192,7 +192,7 @@ def read_rows(mark: Any, wanted: list[str]) -> list[dict[str, str]]:
         object.__setattr__(mark, "args", (mark.args[0], list(mark.args[1]), *mark.args[2:]))
     for row in mark.args[1]:
         values = dict(zip(names, cells_of(row, len(names)) or []))  # noqa: B905 - not before Python 3.10
-        rows.append({name: repr(values[name]) for name in wanted if name in values and has_literal(values[name])})
+        rows.append({name: repr(values[name]) for name in columns if name in values and has_literal(values[name])})
     return rows
 
 
