@@ -84,6 +84,6 @@ def take(config: Simulation, ready: Sequence[Group], running: Sequence[Group], s
         return None
     bound = config.max_staleness
     oldest_first = sorted(ready, key=lambda group: (group.due(bound), group.number))
-    taken, left = oldest_first[: config.groups_per_step], oldest_first[config.groups_per_step :]
-    dues = [group.due(bound) for group in left]
+    taken, remaining = oldest_first[: config.groups_per_step], oldest_first[config.groups_per_step :]
+    dues = [group.due(bound) for group in remaining]
     return taken if may_ship(dues, [group.due(bound) for group in running], step, config.groups_per_step) else None

@@ -160,12 +160,12 @@ def calibrate(run: Record) -> Rates:
     rates = Rates(start_s=run.wall_s / (run.group_size * run.groups_per_step), token_s=1e-3, trained_token_s=1e-4)
     background = 0.0
     for _ in range(ROUNDS):
-        found = simulate(simulation(run, rates, background))
-        background = _others(run, found)
+        result = simulate(simulation(run, rates, background))
+        background = _others(run, result)
         rates = Rates(
-            start_s=rates.start_s * run.wall_s / found.step_s,
-            token_s=rates.token_s * run.call_s / found.calling_s,
-            trained_token_s=rates.trained_token_s * run.train_s / found.train_s,
+            start_s=rates.start_s * run.wall_s / result.step_s,
+            token_s=rates.token_s * run.call_s / result.calling_s,
+            trained_token_s=rates.trained_token_s * run.train_s / result.train_s,
         )
     return rates
 
@@ -178,8 +178,8 @@ def predicted(run: Record, rates: Rates) -> Simulation:
     return simulation(run, rates, background)
 
 
-def _others(run: Record, found: Result) -> float:
-    return max(0.0, run.load - found.cores_wanted)
+def _others(run: Record, result: Result) -> float:
+    return max(0.0, run.load - result.cores_wanted)
 
 
 class LocalPrediction(Section):
@@ -225,5 +225,5 @@ def recorded(arguments: Sequence[str], machine: str, company: str) -> LocalCase:
 
 
 if __name__ == "__main__":
-    found = recorded(sys.argv[1:], f"{os.cpu_count()} CPU cores", "")
-    print(json.dumps(found.model_dump(mode="json"), indent=2))
+    measured = recorded(sys.argv[1:], f"{os.cpu_count()} CPU cores", "")
+    print(json.dumps(measured.model_dump(mode="json"), indent=2))

@@ -40,16 +40,16 @@ def check() -> dict[str, Any]:
     return {"ok": within, "figures": figures, "published": published, "local": local}
 
 
-def _row(found: Prediction) -> dict[str, Any]:
-    case = found.case
+def _row(prediction: Prediction) -> dict[str, Any]:
+    case = prediction.case
     return {
         "window_steps": case.window,
         "published": case.speedup,
-        "predicted": found.speedup,
-        "error": found.error,
-        "error_any_window": found.largest_error,
-        "step_s": found.asynchronous.step_s,
-        "trainer_bubble": found.asynchronous.trainer_bubble,
+        "predicted": prediction.speedup,
+        "error": prediction.error,
+        "error_any_window": prediction.largest_error,
+        "step_s": prediction.asynchronous.step_s,
+        "trainer_bubble": prediction.asynchronous.trainer_bubble,
         "calibrates": case.name == HOST_RATE_CASE,
     }
 
@@ -64,8 +64,8 @@ def tables_in(page: str) -> dict[str, str]:
 
 def with_tables(page: str, tables: Mapping[str, str]) -> str:
     """Tables that are not in `tables` stay. A mark without a table is a mistake of the page: `KeyError`."""
-    kept = {**tables_in(page), **tables}
-    return PLACE.sub(lambda found: f"<!-- table: {found[1]} -->\n{kept[found[1]]}\n<!-- end -->", page)
+    all_tables = {**tables_in(page), **tables}
+    return PLACE.sub(lambda found: f"<!-- table: {found[1]} -->\n{all_tables[found[1]]}\n<!-- end -->", page)
 
 
 def published_table(checked: Mapping[str, Any]) -> Iterator[str]:

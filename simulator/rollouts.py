@@ -119,9 +119,9 @@ class Rollouts:
         self._at[id(episode)] = server = self._emptiest()
         server.episodes[id(episode)] = before.episodes.pop(id(episode))
         if job is not None:
-            left = before.stage.withdraw(job)
-            before.count_tokens(episode, job, job.work - left)
-            self._jobs[id(episode)] = server.stage.submit(left, job.done)
+            remaining = before.stage.withdraw(job)
+            before.count_tokens(episode, job, job.work - remaining)
+            self._jobs[id(episode)] = server.stage.submit(remaining, job.done)
 
     def _call(self, episode: SimulatedEpisode, new_tokens: float) -> None:
         rate = self._config.rollout.prefill_tokens_per_s

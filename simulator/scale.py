@@ -173,11 +173,11 @@ def step_table() -> Iterator[str]:
         "tokens/s",
     )
     for plan in PLANS:
-        found, waiting = simulated(plan, MAX_STALENESS), simulated(plan, 0)
+        asynchronous, waiting = simulated(plan, MAX_STALENESS), simulated(plan, 0)
         yield (
             f"| {plan.gpus} | {plan.model} | {plan.servers} × {plan.server_gpus} | {plan.ranks} × {plan.rank_gpus} "
-            f"| {waiting.step_s:.0f} s | {found.step_s:.0f} s | {found.trainer_bubble:.0%} "
-            f"| {found.rollout_bubble:.0%} | {found.tokens_per_s:,.0f} |"
+            f"| {waiting.step_s:.0f} s | {asynchronous.step_s:.0f} s | {asynchronous.trainer_bubble:.0%} "
+            f"| {asynchronous.rollout_bubble:.0%} | {asynchronous.tokens_per_s:,.0f} |"
         )
 
 
@@ -221,8 +221,8 @@ def rate_table() -> Iterator[str]:
 def input_table() -> Iterator[str]:
     """Not measured here."""
     yield from head("input of a plan", "value", "kind", "source")
-    for name, given in PLAN_INPUTS.items():
-        yield f"| `{name}` | {given.value:g} {given.unit} | {given.kind} | {given.source} |"
+    for name, value in PLAN_INPUTS.items():
+        yield f"| `{name}` | {value.value:g} {value.unit} | {value.kind} | {value.source} |"
 
 
 def queue_table() -> Iterator[str]:

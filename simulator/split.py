@@ -18,27 +18,27 @@ IDLE = 0.05
 
 def advised(config: Simulation) -> Result:
     """The run with `advice` filled in. Simulates the other splits too, so it takes some times as long."""
-    found = simulate(config)
-    return replace(found, advice=f"{limit(config, found)} {_split(config, found)}{_lending(config, found)}")
+    result = simulate(config)
+    return replace(result, advice=f"{limit(config, result)} {_split(config, result)}{_lending(config, result)}")
 
 
-def _lending(config: Simulation, found: Result) -> str:
+def _lending(config: Simulation, result: Result) -> str:
     """Nothing where the trainer lends already, hardly waits, or has no GPUs of its own on which a server fits."""
     fits = config.trainer.ranks * config.trainer.gpus >= config.rollout.gpus
-    if config.lend or config.colocated or config.cores or not fits or found.trainer_bubble < IDLE:
+    if config.lend or config.colocated or config.cores or not fits or result.trainer_bubble < IDLE:
         return ""
     step_s = simulate(config.model_copy(update={"lend": True})).step_s
     with_it = (
         f"with placement.lend a step would take {step_s:.1f} s, {config.hand_over_s:g} s for each hand-over counted"
     )
     return (
-        f" It pays to lend: {with_it}." if step_s <= WORTH_IT * found.step_s else f" Lending does not pay: {with_it}."
+        f" It pays to lend: {with_it}." if step_s <= WORTH_IT * result.step_s else f" Lending does not pay: {with_it}."
     )
 
 
-def limit(config: Simulation, found: Result) -> str:
+def limit(config: Simulation, result: Result) -> str:
     """Describes in one sentence which side waits."""
-    trainer, rollout = found.trainer_bubble, found.rollout_bubble
+    trainer, rollout = result.trainer_bubble, result.rollout_bubble
     if config.max_staleness == 0:
         return f"Synchronous: the trainer waits {trainer:.0%} of the time, rollout servers {rollout:.0%}."
     if trainer < IDLE:
@@ -53,7 +53,7 @@ def limit(config: Simulation, found: Result) -> str:
 
 def splits(config: Simulation) -> list[Simulation]:
     """The same GPUs, divided otherwise; servers and ranks keep their sizes, and at least one of each stays."""
-    found: dict[tuple[int, int], Simulation] = {}
+    configs: dict[tuple[int, int], Simulation] = {}
     for share in SHARES:
         servers = max(1, round(share * config.gpus / config.rollout.gpus))
         ranks = int((config.gpus - servers * config.rollout.gpus) // config.trainer.gpus)
@@ -61,20 +61,20 @@ def splits(config: Simulation) -> list[Simulation]:
             continue
         rollout = config.rollout.model_copy(update={"servers": servers})
         trainer = config.trainer.model_copy(update={"ranks": ranks})
-        found[servers, ranks] = config.model_copy(update={"rollout": rollout, "trainer": trainer})
-    return list(found.values())
+        configs[servers, ranks] = config.model_copy(update={"rollout": rollout, "trainer": trainer})
+    return list(configs.values())
 
 
-def _split(config: Simulation, found: Result) -> str:
+def _split(config: Simulation, result: Result) -> str:
     if config.colocated or config.cores:
         return "Roles share their machines, so there is no split to change."
     tried = [(simulate(other).step_s, other) for other in splits(config)]
     if not tried:
         return "There are too few GPUs for another split."
     step_s, best = min(tried, key=lambda pair: pair[0])
-    if step_s > WORTH_IT * found.step_s:
+    if step_s > WORTH_IT * result.step_s:
         return f"No other split of the {config.gpus:g} GPUs that was tried is faster."
     return (
         f"{best.rollout.servers} servers and {best.trainer.ranks} ranks on the same {config.gpus:g} GPUs would take "
-        f"{step_s:.1f} s per step instead of {found.step_s:.1f} s."
+        f"{step_s:.1f} s per step instead of {result.step_s:.1f} s."
     )

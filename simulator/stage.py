@@ -151,9 +151,9 @@ class Stage:
         self._settled_s = self._clock.now_s
         self.present_s += passed_s * self.load
         if self._running and passed_s > 0:
-            made = passed_s * self._rate()
-            self.progress += made
-            self.work_done += made * len(self._running)
+            progress = passed_s * self._rate()
+            self.progress += progress
+            self.work_done += progress * len(self._running)
             self.busy_s += passed_s
 
     def plan(self) -> None:
@@ -161,8 +161,8 @@ class Stage:
         self._plan += 1
         rate = self._rate()
         if self._running and rate > 0:
-            plan, left = self._plan, self._running[0][0] - self.progress
-            self._clock.after(left / rate, lambda: self._end_first(plan))
+            plan, remaining = self._plan, self._running[0][0] - self.progress
+            self._clock.after(remaining / rate, lambda: self._end_first(plan))
 
     def _rate(self) -> float:
         if self._pauses or not self._running:

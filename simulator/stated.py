@@ -101,8 +101,8 @@ class Case(Section):
 
 def cases() -> dict[str, Case]:
     """Every case of the folder, by name."""
-    found = [_read(path) for path in sorted(FOLDER.glob("*.yaml"))]
-    return {case.name: case for group in found for case in group}
+    groups = [_read(path) for path in sorted(FOLDER.glob("*.yaml"))]
+    return {case.name: case for group in groups for case in group}
 
 
 def _read(path: Path) -> list[Case]:
