@@ -20,7 +20,7 @@ from .errors import TemplateError as TemplateError
 from .errors import TokenMismatch as TokenMismatch
 from .errors import WorkerStopped as WorkerStopped
 from .journal import EpisodeJournal as EpisodeJournal
-from .journal import KeptScore as KeptScore
+from .journal import RecordedScore as RecordedScore
 from .journal import since_last_restart as since_last_restart
 from .llm import EpisodeLLM as EpisodeLLM
 from .llm import GenerateClient as GenerateClient

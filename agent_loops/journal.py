@@ -25,7 +25,7 @@ SESSIONS = "sandbox_sessions"
 REWARDS = "tool_rewards"
 """Key in an entry's data: the results of the tools' `calc_reward`. Their states may be gone afterwards."""
 SCORE = "score"
-"""Key in an entry's data: a `KeptScore`."""
+"""Key in an entry's data: a `RecordedScore`."""
 MISMATCHES_ALLOWED = 100
 """Mismatches in one append. Each is an entry of another process with this lease, or a machine of the queue that
 died.
@@ -42,7 +42,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptScore:
+class RecordedScore:
     """A reward that was computed before its worker died."""
 
     of: str
@@ -66,7 +66,7 @@ class EpisodeJournal:
         self._appending = asyncio.Lock()
         entries = since_last_restart(lease.journal)
         notes = {LIFE, REWARDS, SCORE}
-        self._left = [entry for entry in entries if not entry.data or not entry.data.keys() <= notes]
+        self._remaining = [entry for entry in entries if not entry.data or not entry.data.keys() <= notes]
         self.replayed = Replayed()
         self.sessions: dict[str, str] = {}
         """Tool → session, as recorded last by earlier owners of this run."""
@@ -75,7 +75,7 @@ class EpisodeJournal:
         self.tool_rewards: Mapping[str, float] | None = _last(entries, REWARDS)
         """Results of `calc_reward` recorded by an earlier owner; None: none yet."""
         score = _last(entries, SCORE)
-        self.score = KeptScore(**score) if score else None
+        self.score = RecordedScore(**score) if score else None
         """The reward recorded last by an earlier owner; what it scored is not necessarily what is scored now."""
         known: str | None = _last(lease.journal, LIFE)  # a restart names its run
         self._life, self._life_is_durable = known or secrets.token_hex(8), known is not None
@@ -89,10 +89,10 @@ class EpisodeJournal:
         Raises `EpisodeRestart` if entries of the kind are left but none matches: the loop is not deterministic, and
         the old run must not be mixed with the new one.
         """
-        same_kind = [entry for entry in self._left if entry.kind is kind]
+        same_kind = [entry for entry in self._remaining if entry.kind is kind]
         for entry in same_kind:
             if entry.context_hash == context_hash:
-                self._left.remove(entry)
+                self._remaining.remove(entry)
                 self.replayed.sampled += kind is JournalKind.SAMPLED
                 self.replayed.tools += kind is JournalKind.TOOLS
                 return entry
@@ -113,13 +113,13 @@ class EpisodeJournal:
 
     def check_followed(self) -> None:
         """Called at the loop's end. Raises `EpisodeRestart` if branches left entries: the replay diverged."""
-        if self._strayed and self._left:
-            raise EpisodeRestart(f"the replay diverged and left {len(self._left)} journal entries")
+        if self._strayed and self._remaining:
+            raise EpisodeRestart(f"the replay diverged and left {len(self._remaining)} journal entries")
 
     def hand_over(self, keys: Collection[str]) -> tuple[JournalEntry, ...]:
         """Removes and returns the entries whose data has one of `keys`; another reader replays them."""
-        theirs = [entry for entry in self._left if not entry.data.keys().isdisjoint(keys)]
-        self._left = [entry for entry in self._left if entry.data.keys().isdisjoint(keys)]
+        theirs = [entry for entry in self._remaining if not entry.data.keys().isdisjoint(keys)]
+        self._remaining = [entry for entry in self._remaining if entry.data.keys().isdisjoint(keys)]
         self.replayed.sampled += sum(entry.kind is JournalKind.SAMPLED for entry in theirs)
         return tuple(theirs)
 
@@ -180,14 +180,14 @@ class EpisodeJournal:
         self.tool_rewards = rewards
         await self.append(JournalEntry(kind=JournalKind.TOOLS, data={REWARDS: dict(rewards)}))
 
-    async def keep_score(self, score: KeptScore) -> None:
+    async def keep_score(self, score: RecordedScore) -> None:
         """Records the reward; called before the episode is completed."""
         self.score = score
         await self.append(JournalEntry(kind=JournalKind.TOOLS, data={SCORE: asdict(score)}))
 
     async def restart(self, cause: str) -> None:
         """Abandons the run; durable, so that a later owner does not replay it."""
-        self._left, self.sessions, self.tool_rewards, self.score = [], {}, None, None
+        self._remaining, self.sessions, self.tool_rewards, self.score = [], {}, None, None
         self.replayed.restarts += 1
         self._life, self._life_is_durable = secrets.token_hex(8), False
         await self.append_naming(JournalEntry(kind=JournalKind.TOOLS, data={RESTART: cause}))

@@ -53,11 +53,11 @@ class CallNames:
     """
 
     def __init__(self) -> None:
-        self._asked: Counter[int] = Counter()
+        self._call_counts: Counter[int] = Counter()
 
     def of_turn(self, life: str, digest: int, calls: Sequence[ToolCall]) -> list[NamedCall]:
         """`life`: the run's own name (`EpisodeJournal.life`); `digest`: `hash_of(calls)`."""
-        turn, self._asked[digest] = self._asked[digest], self._asked[digest] + 1
+        turn, self._call_counts[digest] = self._call_counts[digest], self._call_counts[digest] + 1
         return [NamedCall(call, f"{life}/{digest:016x}.{turn}.{index}") for index, call in enumerate(calls)]
 
 

@@ -41,7 +41,7 @@ Execute = Callable[[NamedCall, Any], Awaitable[object]]
 
 
 @dataclass(slots=True)
-class HeldState:
+class ToolState:
     """A tool's state in this episode."""
 
     lock: asyncio.Lock
@@ -61,7 +61,7 @@ class ToolStates:
     execute: Execute
     past: list[NamedCall] = field(default_factory=list)
     """Calls of finished turns, replayed ones too: what a fresh state must have seen."""
-    held: dict[str, HeldState] = field(default_factory=dict)
+    held: dict[str, ToolState] = field(default_factory=dict)
     _groups: dict[str, asyncio.Lock] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ class ToolStates:
         """
         if name not in self.held:
             group = self.tools[name].turn_group
-            self.held[name] = HeldState(self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock())
+            self.held[name] = ToolState(self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock())
         entry = self.held[name]
         async with entry.lock:
             if not entry.ready:
@@ -125,7 +125,7 @@ class ToolStates:
                     await self._end_session(name, session)
 
     # making ready --------------------------------------------------------------------------------------------------
-    async def _make_ready(self, name: str, entry: HeldState) -> None:
+    async def _make_ready(self, name: str, entry: ToolState) -> None:
         """Creates the state; on a resumed episode attaches to the old session, or replays past calls on a fresh one."""
         shared = any(self.held[one].ready for one in self._partners(name) if one in self.held)
         with sharing(self._shared):

@@ -212,10 +212,10 @@ def trajectory_facts(trajectory: Any) -> dict[str, Any]:
 
 def traced(sandbox: Sandbox) -> Sandbox:
     """The same sandbox, told about where spans are on."""
-    return cast(Sandbox, _Traced(sandbox)) if spans_on() else sandbox
+    return cast(Sandbox, _TracedProxy(sandbox)) if spans_on() else sandbox
 
 
-class _Traced:
+class _TracedProxy:
     """A sandbox or session whose awaited verbs are spans; everything else is as it is."""
 
     def __init__(self, inner: Any) -> None:
@@ -230,6 +230,6 @@ class _Traced:
         async def call(*args: Any, **kwargs: Any) -> Any:
             with exported_span("sandbox", name):
                 result = await work(*args, **kwargs)
-            return _Traced(result) if name in ("start", "attach") else result
+            return _TracedProxy(result) if name in ("start", "attach") else result
 
         return call

@@ -27,7 +27,9 @@ QUEUE_VARIABLE = "PENSTOCK_QUEUE"
 
 def own_host() -> str:
     """Returns this machine's address by the rule above."""
-    return os.environ.get(HOST_VARIABLE) or _found(socket.gethostname(), os.environ.get(QUEUE_VARIABLE) or "")
+    return os.environ.get(HOST_VARIABLE) or _find_own_address(
+        socket.gethostname(), os.environ.get(QUEUE_VARIABLE) or ""
+    )
 
 
 def reachable_host(bound: str) -> str:
@@ -81,7 +83,7 @@ def interfaces_for(host: str) -> dict[str, str]:
 
 
 @lru_cache
-def _found(name: str, queue: str) -> str:
+def _find_own_address(name: str, queue: str) -> str:
     if not is_loopback(_resolved(name)):
         return name
     return _towards(urlsplit(queue).hostname) or name

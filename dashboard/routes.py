@@ -18,7 +18,7 @@ from penstock.dashboard.jsonable import plain
 from penstock.dashboard.live import DEADLINE_S, Pulse, decoder_of, letter_line, rollout_idle, whole_letter
 from penstock.dashboard.metrics import advise, column_names, columns, staleness
 from penstock.dashboard.runs import DEFAULT_PARSER, RunFolders, flat
-from penstock.dashboard.trajectories import Query as Wanted
+from penstock.dashboard.trajectories import Query as TrajectoryQuery
 from penstock.dashboard.trajectories import page_record
 
 LIMITS = ("groups_per_step", "max_staleness", "trainer.steps", "rollout.max_concurrent", "agent.workers")
@@ -86,7 +86,7 @@ IMAGE_KINDS = {
 """Image formats that a browser draws, by their first bytes. Nothing else is sent: an episode may bring anything."""
 
 
-class Page(Wanted):
+class Page(TrajectoryQuery):
     """The list's query, and which part of the answer."""
 
     offset: int = Field(0, ge=0)
@@ -144,7 +144,7 @@ def _add_trajectories(router: APIRouter, folders: RunFolders) -> None:
         files = folders.run(run)
         index = files.index
         pending = index.refresh(REFRESH_S)
-        query = Wanted(**page.model_dump(exclude={"offset", "limit"}))
+        query = TrajectoryQuery(**page.model_dump(exclude={"offset", "limit"}))
         total, rows = index.page(query, page.offset, page.limit)
         trained = sum(row.get("episodes", 0) for row in files.metrics.rows())
         return {"total": total, "trained": trained, "pending": pending, "generation": index.generation, "rows": rows}

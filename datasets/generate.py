@@ -41,10 +41,10 @@ def materialise(source: str, directory: Path) -> str:
 def materialise_all(sources: Sequence[str], directory: Path) -> list[str]:
     """`materialise` of each; both splits of the same options are made once."""
     written: set[Path] = set()
-    return [_made(source, directory, written) if is_generated(source) else source for source in sources]
+    return [_materialise(source, directory, written) if is_generated(source) else source for source in sources]
 
 
-def _made(source: str, directory: Path, written: set[Path]) -> str:
+def _materialise(source: str, directory: Path, written: set[Path]) -> str:
     if source.startswith(reasoning_gym.PREFIX):
         return str(reasoning_gym.write_tasks(source, directory))
     if source.startswith(HARBOR):

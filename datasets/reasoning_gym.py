@@ -76,7 +76,7 @@ def write_tasks(source: str, directory: Path) -> Path:
     """The Parquet file of its rows below `directory`, tasks taking turns. Raises `BadSpec`."""
     spec = check_tasks(source)
     path = directory / spec.name()
-    problems = _made(source, spec)
+    problems = _make_problems(source, spec)
     rows = [
         _row(spec, task, number, problems["system"], problems["tasks"][place][number])
         for number in range(spec.config["size"])
@@ -86,7 +86,7 @@ def write_tasks(source: str, directory: Path) -> Path:
     return path
 
 
-def _made(source: str, spec: GymTasks) -> dict[str, Any]:
+def _make_problems(source: str, spec: GymTasks) -> dict[str, Any]:
     question = {"tasks": spec.tasks, "config": dict(spec.config), "system": spec.system}
     path = os.pathsep.join(
         filter(None, [str(Path(spec.path).absolute()) if spec.path else "", os.environ.get("PYTHONPATH", "")])

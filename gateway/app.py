@@ -36,7 +36,7 @@ class GatewayJob:
 
 
 class Gateway:
-    """`Mounted`. The first request for an episode loads tokenizer and reward function."""
+    """`MountedRoutes`. The first request for an episode loads tokenizer and reward function."""
 
     def __init__(self, job: GatewayJob, sidecar: Sidecar, url: str) -> None:
         self._job, self._sidecar = job, sidecar

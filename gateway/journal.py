@@ -15,7 +15,7 @@ from typing import Any
 from penstock.agent_loops import (
     EpisodeJournal,
     EpisodeLLM,
-    KeptScore,
+    RecordedScore,
     TokenMismatch,
     from_entry,
     since_last_restart,
@@ -197,12 +197,12 @@ class SessionJournal:
             self.facts.update(facts)
 
     @property
-    def score(self) -> KeptScore | None:
+    def score(self) -> RecordedScore | None:
         """The reward function's, as journaled last; what it scored may have been continued since."""
         recorded = self.facts.get(SCORE)
-        return KeptScore(**recorded) if recorded else None
+        return RecordedScore(**recorded) if recorded else None
 
-    async def keep_score(self, score: KeptScore) -> None:
+    async def keep_score(self, score: RecordedScore) -> None:
         """Raises `QueueError`."""
         await self.note(**{SCORE: asdict(score)})
 

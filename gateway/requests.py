@@ -172,14 +172,14 @@ class Replay:
     """Answers for the second run of an agent: those that its first run got, each one once. Empty for a new episode."""
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
-        self._left: dict[Asked, dict[str, list[Turn]]] = {}
+        self._unanswered: dict[Asked, dict[str, list[Turn]]] = {}
         for turn in turns:
-            calls = self._left.setdefault((turn.match.asked, turn.asked), {})
+            calls = self._unanswered.setdefault((turn.match.asked, turn.asked), {})
             calls.setdefault(turn.answer_id, []).append(turn)
 
     def take(self, match: PrefixMatch, key: str) -> list[Turn]:
         """Choices of the oldest answer to this request that was not given again yet; empty: there is none."""
-        calls = self._left.get((match.asked, key))
+        calls = self._unanswered.get((match.asked, key))
         if not calls:
             return []
         return calls.pop(next(iter(calls)))
@@ -187,7 +187,7 @@ class Replay:
     @property
     def left(self) -> int:
         """Answers that were not requested again."""
-        return sum(len(calls) for calls in self._left.values())
+        return sum(len(calls) for calls in self._unanswered.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ async def respond(http: Request, request: CompletionRequest, call: PendingAnswer
 
 async def _whole(http: Request, call: PendingAnswer) -> list[Choice] | None:
     """None where the client disconnected; the answer is completed without it."""
-    making, leaving = asyncio.ensure_future(call.whole()), asyncio.ensure_future(_gone(http))
+    making, leaving = asyncio.ensure_future(call.whole()), asyncio.ensure_future(_until_disconnected(http))
     try:
         await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return making.result() if making.done() else None
@@ -39,7 +39,7 @@ async def _whole(http: Request, call: PendingAnswer) -> list[Choice] | None:
         await cancel_and_wait([making, leaving])
 
 
-async def _gone(http: Request) -> None:
+async def _until_disconnected(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
 

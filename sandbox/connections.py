@@ -33,7 +33,7 @@ class BoxConnection:
         """From the program; None: nothing follows."""
         self._room = WINDOW_BYTES
         """Bytes that may be sent to the program now."""
-        self._held = 0
+        self._buffered_bytes = 0
         """Bytes from the program that were not passed on yet."""
         self._ended = False
         """The program sends nothing more."""
@@ -42,8 +42,8 @@ class BoxConnection:
     def take(self, frame: Mapping[str, Any]) -> None:
         """Raises `ValueError`, `TypeError` where the driver would not send it."""
         data, end = base64.b64decode(frame.get("data", ""), validate=True), bool(frame.get("end"))
-        self._held += len(data)
-        if self._held > WINDOW_BYTES or (self._ended and (data or end)):
+        self._buffered_bytes += len(data)
+        if self._buffered_bytes > WINDOW_BYTES or (self._ended and (data or end)):
             raise ValueError("more than its window, or more after its end")
         if data:
             self._incoming.put_nowait(data)
@@ -76,7 +76,7 @@ class BoxConnection:
         with contextlib.suppress(ConnectionError):
             while (data := await self._incoming.get()) is not None:
                 await asyncio.get_running_loop().sock_sendall(ours, data)
-                self._held -= len(data)
+                self._buffered_bytes -= len(data)
                 await self._send({"conn": self.number, "ack": len(data)})
             ours.shutdown(socket.SHUT_WR)
 

@@ -101,7 +101,7 @@ class LimitedSandbox(ABC):
         self.config = config
         self.queue_timeout_s = queue_timeout_s
         self._sessions: dict[str, Session] = {}
-        self._asked: dict[str, SessionSlot] = {}
+        self._requested_slots: dict[str, SessionSlot] = {}
         self._snapshots = SnapshotStore(config.snapshot_mb)
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
         self._slots: asyncio.Queue[int] = asyncio.Queue()
@@ -142,10 +142,10 @@ class LimitedSandbox(ABC):
 
         def release() -> None:
             self._sessions.pop(slot.session_id, None)
-            self._asked.pop(slot.session_id, None)
+            self._requested_slots.pop(slot.session_id, None)
             self._slots.put_nowait(slot.slot)
 
-        self._asked[slot.session_id] = slot  # from here on, so that the image it starts from stays
+        self._requested_slots[slot.session_id] = slot  # from here on, so that the image it starts from stays
         try:
             session = await self._open(slot, release)
         except BaseException:
@@ -180,7 +180,7 @@ class LimitedSandbox(ABC):
             await self.forget(snapshot)
 
     async def snapshot(self, session: Session) -> Snapshot:
-        slot, own = self._asked.get(session.session_id), self._sessions.get(session.session_id)
+        slot, own = self._requested_slots.get(session.session_id), self._sessions.get(session.session_id)
         if slot is None or own is None:
             raise SandboxLost(f"session {session.session_id} is closed")
         copy = await self._copy(own, slot)

@@ -55,11 +55,11 @@ class SnapshotStore:
 
     def __init__(self, most_mb: int) -> None:
         self._most_mb = most_mb
-        self._kept: dict[str, BoxCopy] = {}
+        self._copies: dict[str, BoxCopy] = {}
 
     def require_room(self, size_bytes: int) -> None:
         """Raises `SandboxBusy` where a copy of that size is too much now."""
-        used_bytes = sum(copy.size_bytes for copy in self._kept.values())
+        used_bytes = sum(copy.size_bytes for copy in self._copies.values())
         if used_bytes + size_bytes > self._most_mb << 20:
             raise SandboxBusy(
                 f"sandbox.snapshot_mb: snapshots of this process hold {used_bytes / 2**20:.1f} MiB of {self._most_mb},"
@@ -70,21 +70,21 @@ class SnapshotStore:
         """Raises `SandboxBusy`: the copy is its caller's then."""
         self.require_room(copy.size_bytes)
         snapshot = Snapshot(secrets.token_hex(12))
-        self._kept[snapshot.snapshot_id] = copy
+        self._copies[snapshot.snapshot_id] = copy
         return snapshot
 
     def get(self, snapshot: Snapshot) -> BoxCopy:
         """Raises `SandboxLost`."""
-        if snapshot.snapshot_id not in self._kept:
+        if snapshot.snapshot_id not in self._copies:
             raise SandboxLost(f"no snapshot {snapshot.snapshot_id} here: it was forgotten, or another process took it")
-        return self._kept[snapshot.snapshot_id]
+        return self._copies[snapshot.snapshot_id]
 
     def forget(self, snapshot: Snapshot) -> BoxCopy | None:
         """The copy, which is its caller's now; None where it is gone already."""
-        return self._kept.pop(snapshot.snapshot_id, None)
+        return self._copies.pop(snapshot.snapshot_id, None)
 
     def all(self) -> list[Snapshot]:
-        return [Snapshot(snapshot_id) for snapshot_id in self._kept]
+        return [Snapshot(snapshot_id) for snapshot_id in self._copies]
 
 
 async def copy_folders(session: Session, paths: Sequence[str], *, themselves: bool = False) -> tuple[FolderCopy, ...]:

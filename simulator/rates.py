@@ -27,7 +27,7 @@ PAUSE_P50_S, PAUSE_P99_S, PAUSED_MB = 0.2208, 0.2526, 208.5
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredRate:
     """Bytes of a full version per second, from its announcement until a server has it verified."""
 
     bytes: float
@@ -46,8 +46,8 @@ class Measured:
 
 
 MEASURED = {
-    "broadcast": Measured(BROADCAST_BYTES, BROADCAST_S, "figures.broadcast.one_rank_s"),
-    **{name: Measured(FETCHED_BYTES, taken, f"figures.fetch_s.{name}") for name, taken in FETCH_S.items()},
+    "broadcast": MeasuredRate(BROADCAST_BYTES, BROADCAST_S, "figures.broadcast.one_rank_s"),
+    **{name: MeasuredRate(FETCHED_BYTES, taken, f"figures.fetch_s.{name}") for name, taken in FETCH_S.items()},
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from anyio import CapacityLimiter, to_thread
 
 
-class TooManyLeftBehind(RuntimeError):
+class TooManyAbandonedCalls(RuntimeError):
     """Too many plain calls never returned: no further one is started."""
 
 
@@ -29,12 +29,12 @@ class UserThreads:
 
     async def run(self, function: Callable[[], Any], name: str) -> Any:
         """Return what `function` returns, or raise what it raises. Cancelled, it runs on in its thread. Raises
-        `TooManyLeftBehind`.
+        `TooManyAbandonedCalls`.
         """
         self._left_behind = {call for call in self._left_behind if call.running}
         if len(self._left_behind) >= self._left_behind_most:
             names = ", ".join(sorted({call.name for call in self._left_behind}))
-            raise TooManyLeftBehind(
+            raise TooManyAbandonedCalls(
                 f"{len(self._left_behind)} calls never returned ({names}): give what they wait for a timeout,"
                 " or write them async so that they can be cancelled"
             )

@@ -42,7 +42,7 @@ from penstock.trainer.stopping import BadSteps
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredBatch:
     """A rank's batch in packs, with what the models say of its N sampled tokens at the start of the step."""
 
     minibatches: Sequence[Sequence[Pack]]
@@ -64,7 +64,7 @@ class Learner:
         self._watch = BadSteps(config.max_bad_steps)
         self._has_implicit = "implicit" in needs_of(ADVANTAGES.get(config.advantage))
 
-    def score(self, batch: StepBatch) -> Scored:
+    def score(self, batch: StepBatch) -> ScoredBatch:
         """With one minibatch the training forward's own logprobs are those at the start of the step; with more, the
         later ones are trained after the weights have moved, so all are scored first, as they are for what needs them
         earlier."""
@@ -79,9 +79,9 @@ class Learner:
         values = self._in_order(minibatches, self._engine.values, batch) if self._engine.has_critic else None
         implicit = self._implicit_rewards(minibatches, values) if self._has_implicit else None
         gap = self._teacher_gap(minibatches, batch) if self._config.distill.in_advantage else None
-        return Scored(minibatches, TokenScores(kl_rewards, values, implicit, gap), kl)
+        return ScoredBatch(minibatches, TokenScores(kl_rewards, values, implicit, gap), kl)
 
-    def advantages(self, batch: StepBatch, scored: Scored) -> Advantages:
+    def advantages(self, batch: StepBatch, scored: ScoredBatch) -> Advantages:
         """Return the advantages of the rank's N sampled tokens. A collective."""
         episodes = episodes_of(batch, self._config, scored.tokens)
         advantages = self._estimators(episodes, [one.data_source for one in batch.trajectories])
@@ -90,7 +90,7 @@ class Learner:
             gap = torch.zeros(len(advantages.tokens))
         return mixed(advantages, gap, self._config.distill) if self._config.distill.enabled else advantages
 
-    def update(self, batch: StepBatch, scored: Scored, advantages: Advantages) -> dict[str, Any]:
+    def update(self, batch: StepBatch, scored: ScoredBatch, advantages: Advantages) -> dict[str, Any]:
         """New weights; returns the step's metrics, the same on all ranks. Raises `TrainingDiverged`."""
         tally = MetricAccumulator()
         of_critic: list[Update] = []
@@ -120,7 +120,7 @@ class Learner:
         return recomputed or penalised or hasattr(LOSSES.get(config.loss), "choose")
 
     def _update_one(
-        self, batch: StepBatch, scored: Scored, number: int, advantages: Advantages, tally: MetricAccumulator
+        self, batch: StepBatch, scored: ScoredBatch, number: int, advantages: Advantages, tally: MetricAccumulator
     ) -> Update | None:
         config, packs = self._config, scored.minibatches[number]
         tokens = trained_tokens(packs, len(batch.trajectories))
@@ -165,7 +165,7 @@ class Learner:
         about["config"] = self._config.model_dump_json()
         keep_bad_batch(self._bad_batches / name, packs, targets, about)
 
-    def _learn_values(self, scored: Scored, advantages: Advantages, tally: MetricAccumulator) -> list[Update]:
+    def _learn_values(self, scored: ScoredBatch, advantages: Advantages, tally: MetricAccumulator) -> list[Update]:
         assert scored.tokens.values is not None
         assert advantages.returns is not None, "an estimator that needs values says what they should have been"
         old, returns = scored.tokens.values, advantages.returns.float()
@@ -183,7 +183,7 @@ class Learner:
         tally.add("value/grad_norm", [update.grad_norm for update in updates])
         return updates
 
-    def _learn_implicit(self, batch: StepBatch, scored: Scored, tally: MetricAccumulator) -> list[Update]:
+    def _learn_implicit(self, batch: StepBatch, scored: ScoredBatch, tally: MetricAccumulator) -> list[Update]:
         """The cross-entropy of `prime`: each episode's reward as its label. Segments of an episode in other packs count
         as they were scored at the start of the step."""
         assert scored.tokens.process_rewards is not None

@@ -14,7 +14,7 @@ import logging
 
 from penstock.trainer.checks import check_job
 from penstock.trainer.job import TrainJob
-from penstock.trainer.ranks.preemption import StepGivenUp
+from penstock.trainer.ranks.preemption import StepAbandoned
 from penstock.trainer.state.checkpoint import CheckpointFailed, NotSaved
 from penstock.trainer.trainer import Trainer
 
@@ -73,7 +73,7 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
                     scored = await p.work("score", p.learner.score, batch)
                     advantages = await p.work("advantages", p.learner.advantages, batch, scored)
                     metrics = await p.work("update", p.learner.update, batch, scored, advantages)
-                except StepGivenUp:
+                except StepAbandoned:
                     await p.give_up(step)
                     break
                 await p.announce(step + 1)

@@ -185,8 +185,8 @@ class Publisher(BackgroundWork):
 
         def write() -> Manifest:
             if settings is None:
-                return files.write(version, _taken(weights))
-            return files.write_adapter(version, _taken(weights), settings)
+                return files.write(version, _released(weights))
+            return files.write_adapter(version, _released(weights), settings)
 
         return await self._in_time(version, files, write)
 
@@ -263,7 +263,7 @@ async def _in_daemon_thread(work: Callable[[], T], name: str) -> T:
     return await asyncio.wrap_future(done)
 
 
-def _taken(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _released(weights: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """All of them, in order; the list is empty afterwards, so that who writes them may free them."""
     weights.reverse()
     while weights:

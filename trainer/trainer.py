@@ -156,7 +156,7 @@ class Trainer:
         return self.ranks.own(Preemption)
 
     async def work(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function in the torch thread as a phase of the running step. Raises `StepGivenUp` on all ranks."""
+        """Run a function in the torch thread as a phase of the running step. Raises `StepAbandoned` on all ranks."""
         self.devices.check()
         with self.timeline.during(Track.STEPS, name, self.step):
             await self.in_torch(self.preemption.check)

@@ -215,7 +215,7 @@ class DeviceTurn:
         self._bytes = 0
         self._asks = False
         """`take` is under way: what it says counts, and renews."""
-        self._lost = ""
+        self._loss_reason = ""
         self._over_since: float | None = None
         self._others: list[TurnHolder] = []
         self._one_call = asyncio.Lock()
@@ -238,8 +238,8 @@ class DeviceTurn:
 
     def check(self) -> None:
         """Raises `TurnLost`."""
-        if self._lost:
-            raise TurnLost(self._lost)
+        if self._loss_reason:
+            raise TurnLost(self._loss_reason)
 
     async def take(self, needs: int, while_waiting: Callable[[], Awaitable[None]] | None = None) -> None:
         """Waits until this process holds the devices with a claim of `needs` bytes.
@@ -268,7 +268,7 @@ class DeviceTurn:
         self._over_since = None
         while not await self._try(needs) or self._over_since is not None:
             if not self.holds:
-                self._lost = self._lost or f"{self._holder} does not hold the devices any more"
+                self._loss_reason = self._loss_reason or f"{self._holder} does not hold the devices any more"
                 self.check()
             if time.monotonic() > deadline:
                 raise TurnTimeout(self._late())
@@ -280,7 +280,7 @@ class DeviceTurn:
         Where the queue is away `retained` says it again, or the entry is over after its time.
         """
         async with self._one_call:
-            self.fence, self.wanted, self._bytes, self._lost = 0, False, retained, ""
+            self.fence, self.wanted, self._bytes, self._loss_reason = 0, False, retained, ""
             try:
                 await self._call(holds=False, size=retained)
             except QueueUnavailable as error:
@@ -344,7 +344,7 @@ class DeviceTurn:
             except QueueError as error:
                 logger.warning("the turn on the devices is not renewed: %s", error)
             except Exception as error:
-                self._lost, self.fence = f"the turn is not renewed any more: {error!r}", 0
+                self._loss_reason, self.fence = f"the turn is not renewed any more: {error!r}", 0
                 raise
 
     async def _renew(self) -> None:
@@ -353,9 +353,9 @@ class DeviceTurn:
             return
         turns = await self._call(holds=True, size=self._bytes)
         if not turns.fence:
-            self._lost = (
+            self._loss_reason = (
                 f"{self._holder} was silent for more than {self.settings.ttl_s:g} s, and the devices were given to "
                 + ", ".join(one.holder for one in turns.holders if one.holds and one.holder != self._holder)
             )
-            logger.error(self._lost)
+            logger.error(self._loss_reason)
         self.fence, self.wanted = turns.fence, turns.wanted

@@ -17,7 +17,7 @@ from .broadcast.rank_wire import RankWire as RankWire
 from .broadcast.receiver import StagedMemory as StagedMemory
 from .broadcast.receiver import StagedWeights as StagedWeights
 from .broadcast.seats import Broadcaster as Broadcaster
-from .broadcast.sender import Streamed as Streamed
+from .broadcast.sender import StreamedVersion as StreamedVersion
 from .broadcast.sender import stream_version as stream_version
 from .broadcast.senders import Members as Members
 from .broadcast.shards import Shard as Shard

@@ -27,7 +27,7 @@ from penstock.weight_sync.files.delta import IndexCoder, PlannedChange, delta_me
 from penstock.weight_sync.files.file_format import (
     PIECE_BYTES,
     Section,
-    Written,
+    WrittenFile,
     file_header,
     new_file,
     raw_bytes,
@@ -92,7 +92,7 @@ def write_delta(
     *,
     bucket_bytes: int,
     durable: bool,
-) -> tuple[Written, tuple[TensorEntry, ...]]:
+) -> tuple[WrittenFile, tuple[TensorEntry, ...]]:
     """The file, and the whole tensors of `version`. Blocks.
 
     Raises `NoSpace`, `Superseded`, `RuntimeError` where a rank is gone; there is no such file then.
@@ -109,7 +109,7 @@ def write_delta(
         header = plan.header(base_state, data.checksums())
         _write_at(file.fileno(), header, 0)
         whole = _checksum(file.fileno(), (0, size))
-    return Written(path, size, whole), digests.entries()
+    return WrittenFile(path, size, whole), digests.entries()
 
 
 class _Data:

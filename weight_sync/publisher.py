@@ -21,7 +21,15 @@ from penstock.weight_sync.broadcast.sender import stream_version
 from penstock.weight_sync.broadcast.shards import Shard
 from penstock.weight_sync.broadcast.source import WeightSource
 from penstock.weight_sync.delta_writer import DeltaPlan, plan_delta, write_delta
-from penstock.weight_sync.files.file_format import ADAPTER, FULL, NamedTensors, Section, Written, describe, write_file
+from penstock.weight_sync.files.file_format import (
+    ADAPTER,
+    FULL,
+    NamedTensors,
+    Section,
+    WrittenFile,
+    describe,
+    write_file,
+)
 from penstock.weight_sync.lora.adapter import AdapterConfig, changes_of, check_base
 from penstock.weight_sync.lora.merger import ModelFolder
 from penstock.weight_sync.manifest import (
@@ -143,7 +151,7 @@ class WeightPublisher:
         """The file of a full version."""
         return self._path(version)
 
-    def adopt(self, version: int, written: Written, tensors: tuple[TensorEntry, ...]) -> Manifest:
+    def adopt(self, version: int, written: WrittenFile, tensors: tuple[TensorEntry, ...]) -> Manifest:
         """The manifest of a full version that another has written under `path_of`, or writes when it is asked for."""
         self._forget_delta(version)
         self._chain = [self._link(version, None, written, state_of(tensors))]
@@ -167,7 +175,7 @@ class WeightPublisher:
 
     def _write_whole(
         self, version: int, named: Tensors, described: Iterable[TensorEntry], metadata: Mapping[str, str]
-    ) -> Written:
+    ) -> WrittenFile:
         checksums = json.dumps({entry.name: entry.xxh3 for entry in described}, separators=(",", ":"))
         sections = [Section.of_tensor(name, tensor) for name, tensor in named.items()]
         named.clear()
@@ -179,7 +187,7 @@ class WeightPublisher:
         """A delta with the number of a full version is of a life that was taken back."""
         self._path(version, ".delta").unlink(missing_ok=True)
 
-    def _link(self, version: int, base_version: int | None, written: Written, state: str) -> ChainFile:
+    def _link(self, version: int, base_version: int | None, written: WrittenFile, state: str) -> ChainFile:
         place = f"{self._base_url}/{written.path.name}" if self.transport in SERVED else str(written.path)
         return ChainFile(version, base_version, place, written.bytes, written.xxh3, state)
 

@@ -110,7 +110,7 @@ class UpdateMetrics(Protocol):
     def updated(self, report: LoadReport) -> None: ...
 
 
-class MayMove(Protocol):
+class UpdateGate(Protocol):
     """Returns True if the weights may be changed now; called right before the change."""
 
     async def __call__(self) -> bool: ...
@@ -133,7 +133,7 @@ class WeightUpdater:
         connection: QueueConnection,
         fetch: Fetch,
         metrics: UpdateMetrics,
-        may_move: MayMove | None = None,
+        may_move: UpdateGate | None = None,
     ) -> None:
         self.version = 0
         self.cause = ""

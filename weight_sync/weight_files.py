@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Unwritten:
+class _UnwrittenVersion:
     """A version that was broadcast, and that no server has asked for as a file yet."""
 
     version: int
@@ -63,7 +63,7 @@ class WeightFiles:
         self.broadcaster = Broadcaster(host, wires=_wires(from_gpus)) if transport == "broadcast" else None
         self._streamed = 0
         """Versions so far that were broadcast."""
-        self._unwritten: _Unwritten | None = None
+        self._unwritten: _UnwrittenVersion | None = None
         self._writing: threading.Thread | None = None
         self._server: FileServer | None = None
         if transport in SERVED:
@@ -136,7 +136,7 @@ class WeightFiles:
         logger.info("broadcast %s: version %d, %d of %d workers have it", sending.name, version, streamed.done, workers)
         manifest = self._publisher.adopt(version, streamed.written, streamed.tensors)
         if not due:
-            self._unwritten = _Unwritten(version, path, source)
+            self._unwritten = _UnwrittenVersion(version, path, source)
         return replace(manifest, broadcast=self._meeting(sending.name))
 
     def _meeting(self, name: str) -> str:
@@ -157,7 +157,7 @@ class WeightFiles:
             self._writing.start()
         return True
 
-    def _write_file(self, unwritten: _Unwritten) -> None:
+    def _write_file(self, unwritten: _UnwrittenVersion) -> None:
         assert self.broadcaster is not None
         bucket_bytes = self.broadcaster.bucket_bytes
         try:

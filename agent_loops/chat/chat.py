@@ -102,7 +102,7 @@ class ChatTokens:
             return segment
         if segment.said_up_to != segment.context_len - len(reply.token_ids):
             raise AgentError("go_on() needs every message of the conversation: use it, not observe(), in each turn")
-        new = self._said(segment, reply, calls, messages)
+        new = self._recorded_messages(segment, reply, calls, messages)
         renews = any(message.get("role") in self.renewing_roles for message in messages)
         if renews or (self._drops(messages) and thinks(self.decode(segment.take_unsearched()))):
             history = [*segment.said, *new]
@@ -191,7 +191,7 @@ class ChatTokens:
         """``thinking_history: strip``, and the template drops thinking before `messages`."""
         return self.thinking_history == "strip" and self.old_thinking.is_dropped_before(messages)
 
-    def _said(
+    def _recorded_messages(
         self, segment: SegmentBuilder, reply: Generation, calls: Sequence[ToolCall], messages: Sequence[Message]
     ) -> list[Message]:
         """The reply and what follows it, for a history. Each call has an id that no other of the conversation has, the

@@ -69,7 +69,7 @@ def take(messages: Sequence[Message], known: dict[str, ImageRef]) -> list[Messag
     named: list[Message] = []
     for message in messages:
         if any(map(_is_image, _parts(message))):
-            parts = [_taken(part, known) if _is_image(part) else part for part in _parts(message)]
+            parts = [_with_image_name(part, known) if _is_image(part) else part for part in _parts(message)]
             named.append({**message, "content": parts})
         else:
             named.append(message)
@@ -103,7 +103,7 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
-def _taken(part: Part, known: dict[str, ImageRef]) -> Part:
+def _with_image_name(part: Part, known: dict[str, ImageRef]) -> Part:
     where = _place_of(part)
     if not isinstance(where, str):
         raise TemplateError(f"an image is given by a path or a data: URL, not by {where!r}")

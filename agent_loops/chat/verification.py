@@ -61,11 +61,11 @@ class TemplateVerification:
         parts = [
             f"history it rewrites (thinking_history: {thinking_history}): {', '.join(self.rewritten) or 'none'}",
             f"what it refuses: {'; '.join(self.refused) or 'nothing'}",
-            *(f"{self._told(role)}: {why}" for role, why in self.unsupported.items()),
+            *(f"{self._described(role)}: {why}" for role, why in self.unsupported.items()),
         ]
         return "; ".join(parts)
 
-    def _told(self, role: str) -> str:
+    def _described(self, role: str) -> str:
         new = role in self.renewing
         return f"before a message of role {role} a new segment" if new else f"after a reply no message of role {role}"
 

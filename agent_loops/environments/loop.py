@@ -121,7 +121,7 @@ class EnvironmentLoop(AgentLoopBase):
 
     # turns ---------------------------------------------------------------------------------------------------------
     def _talk(self, task: Task, first: EnvStep) -> Talk:
-        messages, text = with_system(task.messages, self.settings.system), self._told(first)
+        messages, text = with_system(task.messages, self.settings.system), self._observation_text(first)
         remembered = self.settings.remembered_turns
         talk: Talk = (
             WholeTalk(self, messages, text) if remembered is None else WindowedTalk(self, messages, text, remembered)
@@ -157,7 +157,7 @@ class EnvironmentLoop(AgentLoopBase):
                     raise InfraFailure(COMPONENT, f"step {self._turns.steps} gave the reward {now.reward}")
                 if (outcome := self._end_of(now)) is not None:
                     return outcome
-                talk.observe(reply, text, self._told(now))
+                talk.observe(reply, text, self._observation_text(now))
         return None
 
     def _action(self, reply: Generation) -> tuple[str | None, str]:
@@ -183,7 +183,7 @@ class EnvironmentLoop(AgentLoopBase):
             return COMPLETED
         return TRUNCATED_TURNS if step.truncated else None
 
-    def _told(self, step: EnvStep) -> str:
+    def _observation_text(self, step: EnvStep) -> str:
         """Templates refuse messages of nothing."""
         entries = [f"{name}: {_written(step.shown.get(name))}" for name in self.settings.show]
         return "\n".join([step.text, *entries]).strip("\n") or "(nothing)"

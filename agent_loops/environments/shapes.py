@@ -21,7 +21,7 @@ class BadAction(Exception):
     """The environment has no such action."""
 
 
-class Stepped:
+class SteppedEnvironment:
     """One environment of Gymnasium's shape, old or new, or of TextWorld's: what `step` returns decides which."""
 
     def __init__(self, env: Any, settings: Json) -> None:
@@ -100,7 +100,7 @@ class Stepped:
             "truncated": truncated,
             "state": self._state(text, info),
             "numbers": dict(list(_numbers(info))[:MAX_NUMBERS]),
-            "shown": {name: plain(_found(name, info, observation)) for name in self._settings.get("show", ())},
+            "shown": {name: plain(_shown_value(name, info, observation)) for name in self._settings.get("show", ())},
         }
 
     def _text(self, observation: Any) -> str:
@@ -126,7 +126,7 @@ class Stepped:
         return json.dumps(plain(state() if callable(state) else state), sort_keys=True, default=repr)
 
 
-class TextArena(Stepped):
+class TextArena(SteppedEnvironment):
     """One of TextArena's for a single player: observations are fetched, and tell the whole game so far."""
 
     _heard = ""
@@ -184,7 +184,7 @@ def _as_info(observation: Any) -> Mapping[str, Any]:
     return observation if isinstance(observation, Mapping) else {}
 
 
-def _found(name: str, info: Mapping[str, Any], observation: Any) -> Any:
+def _shown_value(name: str, info: Mapping[str, Any], observation: Any) -> Any:
     return info[name] if name in info else getattr(observation, name, None)
 
 
@@ -195,6 +195,6 @@ def _numbers(info: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield str(name), float(value)
 
 
-def wrapped(env: Any, settings: Json) -> Stepped:
+def wrapped(env: Any, settings: Json) -> SteppedEnvironment:
     theirs = callable(getattr(env, "get_observation", None)) and hasattr(env, "step")
-    return (TextArena if theirs else Stepped)(env, settings)
+    return (TextArena if theirs else SteppedEnvironment)(env, settings)

@@ -18,7 +18,7 @@ import xxhash
 
 from penstock.agent_loops.config import AgentConfig, RewardChoice, entry_of
 from penstock.agent_loops.errors import InfraFailure, LoadError, NoReward
-from penstock.agent_loops.journal import KeptScore
+from penstock.agent_loops.journal import RecordedScore
 from penstock.agent_loops.loader import load_object, nearest
 from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
 from penstock.agent_loops.token_row import little_endian
@@ -77,9 +77,9 @@ class ScoreKeeper(Protocol):
     """An episode's journal."""
 
     @property
-    def score(self) -> KeptScore | None: ...
+    def score(self) -> RecordedScore | None: ...
 
-    async def keep_score(self, score: KeptScore) -> None:
+    async def keep_score(self, score: RecordedScore) -> None:
         """Raises `QueueError`."""
 
 
@@ -143,7 +143,7 @@ class RewardFunction:
         recorded = keeper.score
         if recorded is None or recorded.of != digest:
             score = await self.score(task, solution, further)
-            recorded = KeptScore(digest, score.reward, score.metrics)
+            recorded = RecordedScore(digest, score.reward, score.metrics)
             await keeper.keep_score(recorded)
         return Score(recorded.reward, recorded.metrics)
 
@@ -272,7 +272,7 @@ class BySource(BaseReward):
         super().__init__(sandbox)
         self._own = own
         self._recipe_dir = recipe_dir
-        self._made: dict[str, BaseReward] = {}
+        self._rewards: dict[str, BaseReward] = {}
         for data_source in own:
             self._reward_for(data_source)
 
@@ -288,13 +288,13 @@ class BySource(BaseReward):
         return self._reward_for(data_source).is_journaled(data_source)
 
     async def close(self) -> None:
-        for reward in self._made.values():
+        for reward in self._rewards.values():
             await reward.close()
 
     def _reward_for(self, data_source: str) -> BaseReward:
         """Sources of one choice share the reward, and with it its processes, cache and limits."""
         choice = choice_for(data_source, self._own)
         key = choice.model_dump_json()
-        if key not in self._made:
-            self._made[key] = make_reward(choice, self._recipe_dir, self.sandbox)
-        return self._made[key]
+        if key not in self._rewards:
+            self._rewards[key] = make_reward(choice, self._recipe_dir, self.sandbox)
+        return self._rewards[key]

@@ -31,7 +31,7 @@ from penstock.weight_sync import (
     RankWire,
     Shard,
     StagedWeights,
-    Streamed,
+    StreamedVersion,
     WeightSource,
     state_of,
     stream_version,
@@ -163,7 +163,7 @@ class _Stage:
             source.wire.stop_others()
         self._check(key, found)
 
-    def _check(self, key: str, found: Streamed) -> None:
+    def _check(self, key: str, found: StreamedVersion) -> None:
         states = {self._board.get(f"state {key} {worker}").decode() for worker in (2, 3)}
         if found.done != 2 or states != {state_of(found.tensors)}:
             raise RuntimeError(f"{found.done} of 2 workers have it, as {states}")

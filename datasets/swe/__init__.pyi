@@ -2,7 +2,7 @@ from .conversion import Format as Format
 from .conversion import Places as Places
 from .conversion import convert as convert
 from .factory import FactorySettings as FactorySettings
-from .make import Wanted as Wanted
+from .make import MutationRequest as MutationRequest
 from .make import box_config as box_config
 from .make import check_tasks as check_tasks
 from .make import make_tasks as make_tasks

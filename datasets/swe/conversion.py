@@ -33,14 +33,14 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConversionReport:
     written: int
     refused: list[str]
     """``where: why``, a line per row that no task can be made of."""
     reasons: Counter[str] = field(default_factory=Counter)
 
 
-def convert(kind: Format, source: Path, out: Path, places: Places, split: str = "train") -> Converted:
+def convert(kind: Format, source: Path, out: Path, places: Places, split: str = "train") -> ConversionReport:
     """Write ``SPLIT.parquet``, ``SPLIT.jsonl`` and, with images, ``images.tsv`` (name, made from).
 
     A row that cannot be converted is left out and told; where none can, nothing is written. Raises `BadFile`.
@@ -65,7 +65,7 @@ def convert(kind: Format, source: Path, out: Path, places: Places, split: str = 
     write_split(tasks, out, split)
     if places.repositories is None:
         (out / "images.tsv").write_text("".join(f"{ours}\t{theirs}\n" for ours, theirs in images))
-    return Converted(len(tasks), refused, Counter(line.partition(": ")[2][:60] for line in refused))
+    return ConversionReport(len(tasks), refused, Counter(line.partition(": ")[2][:60] for line in refused))
 
 
 def _reader(kind: Format, scratch: Path) -> Callable[[Raw], tuple[Fields, str]]:

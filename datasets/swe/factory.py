@@ -112,7 +112,7 @@ class FactorySettings:
 
 
 @dataclass(frozen=True)
-class Made:
+class PackageTasks:
     """The tasks made of one package."""
 
     tasks: list[Fields]
@@ -134,7 +134,7 @@ class Factory:
         self._committed: set[str] = set()
         """Names of snapshots; those that became no task are forgotten again."""
 
-    async def make(self, report: Report = lambda text: None) -> Made:
+    async def make(self, report: Report = lambda text: None) -> PackageTasks:
         """Raises `PackageError`, and what `grade` raises."""
         with tempfile.TemporaryDirectory() as folder:
             mutants = TreeStore(Path(folder) / "mutants.git")
@@ -147,7 +147,7 @@ class Factory:
         for name in self._committed - {str(task["instance_id"]) for task in tasks}:
             self._store.forget(name)
         self._store.pack()
-        return Made(tasks, self._counts)
+        return PackageTasks(tasks, self._counts)
 
     # tests ---------------------------------------------------------------------------------------------------------
     async def _probe(self, mutants: TreeStore) -> SweTask:

@@ -18,7 +18,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MutationRequest:
     packages: tuple[str, ...]
     tests: tuple[Path, ...] = ()
     """Test folders of the packages at the same places."""
@@ -32,7 +32,7 @@ def box_config(backend: str, image: str, concurrency: int) -> SandboxConfig:
 
 
 async def make_tasks(
-    request: Wanted, out: Path, sandbox: Sandbox, settings: FactorySettings, report: Report = lambda text: None
+    request: MutationRequest, out: Path, sandbox: Sandbox, settings: FactorySettings, report: Report = lambda text: None
 ) -> list[str]:
     """Returns what was written, a line per file and package. Closes the sandbox.
 
@@ -49,7 +49,7 @@ async def make_tasks(
             result = await Factory(package, sandbox, out, settings).make(report)
             rows += result.tasks
             licence = package.licence or "licence not stated"
-            lines.append(f"{package.name} {package.version} ({licence}): {_told(result.counts)}")
+            lines.append(f"{package.name} {package.version} ({licence}): {_counts_text(result.counts)}")
     finally:
         await sandbox.close()
     if not rows:
@@ -62,7 +62,7 @@ async def make_tasks(
     return lines
 
 
-def _told(counts: Counter[str]) -> str:
+def _counts_text(counts: Counter[str]) -> str:
     """The outcome of the mutants."""
     return ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in ("tried", *sorted(set(counts) - {"tried"})))
 

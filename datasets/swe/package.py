@@ -128,11 +128,11 @@ def _of_installed(name: str) -> Package:
             files[file.name] = Path(str(file.locate())).read_bytes()
     classifiers = [text for text in about.metadata.get_all("Classifier") or () if text.startswith("License ::")]
     by_classifier = classifiers[0].rpartition(":: ")[2] if classifiers else ""
-    licence = _said(about, "License-Expression") or _said(about, "License") or by_classifier
+    licence = _metadata_field(about, "License-Expression") or _metadata_field(about, "License") or by_classifier
     return Package(_plain(name), about.version, licence.splitlines()[0] if licence else "", files)
 
 
-def _said(about: importlib.metadata.Distribution, key: str) -> str:
+def _metadata_field(about: importlib.metadata.Distribution, key: str) -> str:
     return str((about.metadata.get_all(key) or [""])[0])
 
 

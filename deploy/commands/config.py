@@ -10,7 +10,7 @@ import typer
 from penstock.deploy.commands.shared import user_errors
 
 if TYPE_CHECKING:
-    from penstock.deploy.migrate.convert import Migrated
+    from penstock.deploy.migrate.convert import Migration
 
 app = typer.Typer(help="Make recipes from the settings of other frameworks.", no_args_is_help=True)
 
@@ -53,7 +53,7 @@ def from_verl(
     raise typer.Exit(1 if strict and migration.account.unmapped else 0)
 
 
-def _print_summary(migration: Migrated, everything: bool) -> None:
+def _print_summary(migration: Migration, everything: bool) -> None:
     for key, ours in migration.account.mapped.items():
         typer.echo(f"{key} → {ours}", err=True)
     if everything:

@@ -58,8 +58,8 @@ def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[s
     numbers_by_source = by_source(newest_row(root / "metrics.jsonl") or {})
     if sources or pools:
         tree = weights.model_dump()
-        tree["sources"] |= dict(map(_given, sources))
-        pool_weights = dict(map(_given, pools))
+        tree["sources"] |= dict(map(_parse_weight, sources))
+        pool_weights = dict(map(_parse_weight, pools))
         if unknown := pool_weights.keys() - set(RowPool):
             raise ValueError(f"--pool {', '.join(unknown)}: a row is in one of {', '.join(RowPool)}")
         tree |= pool_weights
@@ -90,7 +90,7 @@ def _weights_of(root: Path) -> CurriculumWeights:
     return config.data.curriculum.weights
 
 
-def _given(text: str) -> tuple[str, float]:
+def _parse_weight(text: str) -> tuple[str, float]:
     name, _, weight = text.rpartition("=")
     try:
         return name, float(weight)

@@ -53,12 +53,12 @@ def swe_mutations(  # noqa: PLR0917 - options of a command
 
     Example: penstock data swe-mutations --package mdurl --tests recipes/swe/package_tests/mdurl --out data/swe
     """
-    from penstock.datasets.swe import FactorySettings, Wanted, make_tasks
+    from penstock.datasets.swe import FactorySettings, MutationRequest, make_tasks
 
     folders = tests or []
     if len(folders) > len(package):
         refuse(f"{len(folders)} times --tests for {len(package)} times --package")
-    request = Wanted(tuple(package), tuple(folders), evaluation)
+    request = MutationRequest(tuple(package), tuple(folders), evaluation)
     settings = FactorySettings(count=count, seed=seed, per_function=per_function, concurrency=concurrency)
     with _swe_errors():
         sandbox = _sandbox(backend, image, concurrency)

@@ -60,7 +60,7 @@ def rehearse(
     unexpected = [
         one for one in result.trajectories if rewards and not same_reward(one.reward, rewards[_row(one.task_id) - 1])
     ]
-    typer.echo(json.dumps(_figures(result)) if as_json else _told(result, unexpected, rewards))
+    typer.echo(json.dumps(_figures(result)) if as_json else _report(result, unexpected, rewards))
     raise typer.Exit(1 if unexpected or result.failures else 0)
 
 
@@ -109,7 +109,7 @@ def _number(reward: float | None) -> str:
     return "none" if reward is None else f"{reward:g}"
 
 
-def _told(result: EnvCheck, unexpected: list[Any], rewards: list[float]) -> str:
+def _report(result: EnvCheck, unexpected: list[Any], rewards: list[float]) -> str:
     figures = _figures(result)
     reward = "".join(f"  {name} {value:.3f}" for name, value in figures["reward"].items())
     outcomes = ", ".join(f"{name} {count}" for name, count in figures["outcomes"].items())

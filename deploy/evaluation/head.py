@@ -248,7 +248,7 @@ class EvalBar:
 
     def __init__(self, total: int, console: Console) -> None:
         self._total, self._console = total, console
-        self._said, self._line_at = -1, time.monotonic()
+        self._reported, self._line_at = -1, time.monotonic()
         self._bar: Progress | None = None
         if console.is_terminal:
             columns = (TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -259,9 +259,9 @@ class EvalBar:
     def show(self, done: int) -> None:
         if self._bar is not None:
             self._bar.update(self._task, completed=done)
-        elif done != self._said and time.monotonic() - self._line_at > LINE_S:
+        elif done != self._reported and time.monotonic() - self._line_at > LINE_S:
             self._console.print(f"  {done} of {self._total} episodes", markup=False)
-            self._said, self._line_at = done, time.monotonic()
+            self._reported, self._line_at = done, time.monotonic()
 
     def close(self) -> None:
         if self._bar is not None:

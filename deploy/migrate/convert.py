@@ -40,7 +40,7 @@ class KeyAccount:
 
 
 @dataclass(frozen=True, slots=True)
-class Migrated:
+class Migration:
     """A recipe, and the outcome of each key."""
 
     recipe: Mapping[str, Any]
@@ -61,7 +61,7 @@ class Migrated:
         return parse_config({**self.recipe, **({"tools": []} if elsewhere else {})}, source="the recipe that was made")
 
 
-def migrate(flat: Mapping[str, Any], table: Table) -> Migrated:
+def migrate(flat: Mapping[str, Any], table: Table) -> Migration:
     """`flat`: dotted key → value, as given. Settings that are not given have the framework's defaults, not ours.
 
     Raises `BadSource` where a value that must be a number is none.
@@ -78,7 +78,7 @@ def migrate(flat: Mapping[str, Any], table: Table) -> Migrated:
     for key, why in verl.lost.items():
         account.mapped.pop(key, None)
         account.unmapped.append(Unmapped(key, verl[key], why))
-    return Migrated(_nested(settings), account, verl.notes)
+    return Migration(_nested(settings), account, verl.notes)
 
 
 def _enter(key: str, value: Any, table: Table, account: KeyAccount, settings: dict[str, Any]) -> None:

@@ -281,11 +281,11 @@ def check_recipes(folder: Path, described: Path | None = None) -> Iterator[Recip
     recipes = [file for file in files if _is_recipe(file)]
     if not recipes:
         raise ConfigError(f"--recipes {folder}: no recipe below it; a recipe is a YAML file with the key `model`")
-    sizes = _given(described) if described is not None else None
+    sizes = _described_sizes(described) if described is not None else None
     yield from (_checked(file, str(file.relative_to(folder)), sizes) for file in recipes)
 
 
-def _given(described: Path) -> tuple[ModelShape, str]:
+def _described_sizes(described: Path) -> tuple[ModelShape, str]:
     shape = described_shape(described)
     if shape is None:
         raise ConfigError(f"--config {described}: it names its sizes otherwise than hidden_size, num_hidden_layers …")

@@ -34,7 +34,7 @@ def check_teachers(config: RunConfig) -> Iterator[Check]:
     yield from _sources(config)
     yield from _payloads(config)
     for pattern, teacher in teachers.items():
-        yield _asked(config, pattern, teacher)
+        yield _check_teacher(config, pattern, teacher)
 
 
 def _sources(config: RunConfig) -> Iterator[Check]:
@@ -66,7 +66,7 @@ def _payloads(config: RunConfig) -> Iterator[Check]:
         yield Check(NAME, True, detail)
 
 
-def _asked(config: RunConfig, pattern: str, teacher: TeacherConfig) -> Check:
+def _check_teacher(config: RunConfig, pattern: str, teacher: TeacherConfig) -> Check:
     from penstock.agent_loops import AgentError, BadTeacher
     from penstock.agent_loops.chat import chat_of
 

@@ -180,7 +180,7 @@ async def _run_roles(
     forgive_workers = partial(supervisor.forgive, "agent")
     reporter = Reporter(config, run, queue, supervisor.members, lives, summary=summary, forgive_workers=forgive_workers)
     page = [RoleProcess(role.spec(run.logs)) for role in page_roles(config, run, link)]
-    page_tasks = [asyncio.create_task(_beside(p), name=p.spec.name) for p in page]
+    page_tasks = [asyncio.create_task(_run_page(p), name=p.spec.name) for p in page]
     watchers = [
         asyncio.create_task(reporter.run(), name="reporter"),
         asyncio.create_task(keep_logs_bounded(run.logs), name="logs"),
@@ -223,7 +223,7 @@ async def _run_roles(
             raise unsaved
 
 
-async def _beside(process: RoleProcess) -> None:
+async def _run_page(process: RoleProcess) -> None:
     """Runs a process that the run does not need: its permanent failure is only logged."""
     try:
         await process.run()

@@ -164,7 +164,7 @@ class SftReporter:
     def __init__(self, config: RunConfig, run: RunDir, prepared: PreparedData, console: Console) -> None:
         self._steps = config.trainer.steps
         self._metrics, self._evaluations = JsonlTail(run.metrics), JsonlTail(run.evaluations)
-        self._said, self._line_at = -1, 0.0
+        self._reported, self._line_at = -1, 0.0
         self._bar: Progress | None = None
         self._console = console
         if console.is_terminal:
@@ -195,7 +195,7 @@ class SftReporter:
         for line in self._evaluations.lines():
             self._say(f"  version {line['version']}: validation loss {line['loss']:.4f}")
         newest = max(self._metrics.lines(), key=lambda line: line["step"], default=None)
-        if newest is not None and newest["step"] > self._said:
+        if newest is not None and newest["step"] > self._reported:
             self._show(newest, last=last)
 
     def _show(self, line: Mapping[str, Any], *, last: bool) -> None:
@@ -205,7 +205,7 @@ class SftReporter:
         elif last or asyncio.get_running_loop().time() - self._line_at > LINE_S:
             self._line_at = asyncio.get_running_loop().time()
             self._say(f"  step {line['step'] + 1:>4}/{self._steps}  {text}")
-        self._said = line["step"]
+        self._reported = line["step"]
 
     def _say(self, text: str) -> None:
         console = self._bar.console if self._bar is not None else self._console

@@ -49,8 +49,8 @@ class ProgramBox:
     @classmethod
     async def open(cls, session: ServedSession, folder: str, variables: Mapping[str, str]) -> ProgramBox:
         """`folder`: where the program starts, made where it is missing. Raises `SandboxError`, `InfraFailure`."""
-        state = posixpath.dirname(await _made(session, f"{STATE}/home"))
-        return cls(session, await _made(session, folder or posixpath.join(state, "work")), state, variables)
+        state = posixpath.dirname(await _make_folder(session, f"{STATE}/home"))
+        return cls(session, await _make_folder(session, folder or posixpath.join(state, "work")), state, variables)
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         """Write files by path: ``~/…`` in the home, absolute, or in the folder of the program. Raises `SandboxError`,
@@ -121,7 +121,7 @@ class ProgramBox:
         return ("/", path.lstrip("/")) if path.startswith("/") else (self.folder, path)
 
 
-async def _made(session: ServedSession, folder: str) -> str:
+async def _make_folder(session: ServedSession, folder: str) -> str:
     """Makes `folder` and returns its absolute path."""
     script = 'mkdir -p -- "$1" && cd -- "$1" && pwd -P'
     result = await session.run(["sh", "-c", script, "program", folder], timeout_s=SET_UP_S)

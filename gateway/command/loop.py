@@ -83,7 +83,7 @@ class CommandLoop(RecordedLoop):
             image = settings.image or task.extra_info.get("sandbox_image") or None
             session = self._own_session = await self.sandbox.start(task.task_id, image=image)
             folder, variables = "", {}
-        return await ProgramBox.open(_served(session), settings.folder or folder, variables)
+        return await ProgramBox.open(_as_served_session(session), settings.folder or folder, variables)
 
     async def _run_program(self, box: ProgramBox, task: Task, settings: CommandSettings, ends_at: float) -> ProgramEnd:
         recorded = self.recorded
@@ -195,7 +195,7 @@ class CommandLoop(RecordedLoop):
         return Outcome(OutcomeKind.POLICY_ERROR, cause)
 
 
-def _served(session: Session) -> ServedSession:
+def _as_served_session(session: Session) -> ServedSession:
     if getattr(session, "run_served", None) is None:
         raise InfraFailure(
             "sandbox",

@@ -160,7 +160,7 @@ class EpisodeEndpoint:
             if self._session.requests > self._max_requests:
                 self._session.end_program(f"it made more than {self._max_requests} requests")
             _ASKED.set(self)
-            await app(scope, counted_receive, _Noting(scope, send, self._session))
+            await app(scope, counted_receive, _RefusalRecorder(scope, send, self._session))
 
         return count
 
@@ -181,7 +181,7 @@ def client_app() -> FastAPI:
     return app
 
 
-class _Noting:
+class _RefusalRecorder:
     """`send` that tells the session why a posted request was refused, by whatever layer."""
 
     def __init__(self, scope: Scope, send: Send, session: CommandSession) -> None:

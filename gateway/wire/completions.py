@@ -19,7 +19,7 @@ from penstock.gateway.wire.schema import (
     BodyFields,
     ChoicesBody,
     Count,
-    Refused,
+    UnsupportedField,
     sampling_of,
 )
 from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest, SampledToken
@@ -52,8 +52,8 @@ FIELDS = BodyFields(
     harmless=HARMLESS,
     refused=PENALTIES
     | {
-        "suffix": Refused("no text is inserted, answers only continue the prompt", ("",)),
-        "response_format": Refused(UNCONSTRAINED, ({"type": "text"},)),
+        "suffix": UnsupportedField("no text is inserted, answers only continue the prompt", ("",)),
+        "response_format": UnsupportedField(UNCONSTRAINED, ({"type": "text"},)),
     },
 )
 

@@ -23,9 +23,9 @@ from penstock.gateway.wire.schema import (
     Count,
     Function,
     Name,
-    Refused,
     SamplingBody,
     ToolName,
+    UnsupportedField,
     WireModel,
     check_names,
     check_tool_choice,
@@ -255,10 +255,10 @@ UNREAD = frozenset(
 """Ignored: bookkeeping of Anthropic's, and `thinking`: whether the model thinks is in its chat template."""
 CLEARS_NOTHING: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 NOT_MESSAGES = {
-    "container": Refused(NOT_HERE),
-    "context_management": Refused("contexts only grow", CLEARS_NOTHING),
-    "mcp_servers": Refused(NOT_HERE, ([],)),
-    "output_format": Refused(UNCONSTRAINED),
+    "container": UnsupportedField(NOT_HERE),
+    "context_management": UnsupportedField("contexts only grow", CLEARS_NOTHING),
+    "mcp_servers": UnsupportedField(NOT_HERE, ([],)),
+    "output_format": UnsupportedField(UNCONSTRAINED),
 }
 
 

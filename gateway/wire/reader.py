@@ -66,7 +66,7 @@ class AnswerReader:
         self._of = detokenizer
         self._stream = TextStream(detokenizer.decode)
         self._shown: list[str] = []
-        self._held = ""
+        self._pending_text = ""
         """Final text that was not released. A stop string or a call may begin in it."""
         self._tokens: list[SampledToken] = []
         self._stop_string: str | None = None
@@ -94,7 +94,7 @@ class AnswerReader:
         if not self.stopped:
             self._add(self._stream.flush())
         finish: Finish = "stop" if self.stopped else reason
-        text = "".join([*self._shown, self._held])
+        text = "".join([*self._shown, self._pending_text])
         content, calls = text, tuple[ToolCall, ...]()
         if self._request.reads_calls and finish != "length":
             content, calls = self._of.syntax.divide(text, self._request.tools)
@@ -125,25 +125,27 @@ class AnswerReader:
     def _add(self, piece: str) -> None:
         if not piece:
             return
-        before = len(self._held)
-        self._held += piece
-        match = _first_of(self._request.stop, self._held, before)
+        before = len(self._pending_text)
+        self._pending_text += piece
+        match = _first_of(self._request.stop, self._pending_text, before)
         if match is not None:
             at, self._stop_string = match
-            self._held = self._held[:at]
+            self._pending_text = self._pending_text[:at]
             self.stopped = True
-        elif self._one_call and self._of.syntax.one_is_whole(self._held):
+        elif self._one_call and self._of.syntax.one_is_whole(self._pending_text):
             self.stopped = True
 
     # text out -------------------------------------------------------------------------------------------------------
     def _next_text(self) -> str:
         """Never more than `finish` will return, whatever follows: released text cannot be taken back."""
-        end = len(self._held) - (0 if self.stopped else _longest_beginning(self._request.stop, self._held))
+        end = len(self._pending_text) - (
+            0 if self.stopped else _longest_beginning(self._request.stop, self._pending_text)
+        )
         if self._request.reads_calls:
-            opening = _longest_beginning((self._of.syntax.opening,), self._held)
-            before_call = min(self._of.syntax.start(self._held), len(self._held) - opening, end)
-            end = len(self._held[:before_call].rstrip())
-        piece, self._held = self._held[:end], self._held[end:]
+            opening = _longest_beginning((self._of.syntax.opening,), self._pending_text)
+            before_call = min(self._of.syntax.start(self._pending_text), len(self._pending_text) - opening, end)
+            end = len(self._pending_text[:before_call].rstrip())
+        piece, self._pending_text = self._pending_text[:end], self._pending_text[end:]
         self._shown.append(piece)
         return piece
 

@@ -29,10 +29,10 @@ from penstock.gateway.wire.schema import (
     ContentPart,
     Count,
     Function,
-    Refused,
     SamplingBody,
     StreamOptions,
     ToolChoice,
+    UnsupportedField,
     WireModel,
     check_names,
     check_tool_choice,
@@ -176,19 +176,19 @@ FIELDS = BodyFields(
     ResponseBody,
     harmless=HARMLESS | {"client_metadata", "max_tool_calls"},
     refused={
-        "background": Refused("no answer is kept running for a later request", (False,)),
-        "context_management": Refused("contexts only grow", ([],)),
-        "conversation": Refused("no conversations are stored; use previous_response_id"),
-        "access_programs": Refused(NOT_HERE),
-        "image": Refused(TEXT_ONLY),
-        "moderation": Refused(NOT_HERE),
-        "prompt": Refused("no prompts are stored"),
-        "reasoning": Refused(
+        "background": UnsupportedField("no answer is kept running for a later request", (False,)),
+        "context_management": UnsupportedField("contexts only grow", ([],)),
+        "conversation": UnsupportedField("no conversations are stored; use previous_response_id"),
+        "access_programs": UnsupportedField(NOT_HERE),
+        "image": UnsupportedField(TEXT_ONLY),
+        "moderation": UnsupportedField(NOT_HERE),
+        "prompt": UnsupportedField("no prompts are stored"),
+        "reasoning": UnsupportedField(
             NOT_THE_MODELS, ({}, {"effort": None}, {"summary": None}, {"effort": None, "summary": None})
         ),
-        "text": Refused(UNCONSTRAINED, ({}, {"format": {"type": "text"}})),
-        "top_logprobs": Refused(ONE_LOGPROB, (0,)),
-        "truncation": Refused("contexts only grow", ("disabled",)),
+        "text": UnsupportedField(UNCONSTRAINED, ({}, {"format": {"type": "text"}})),
+        "top_logprobs": UnsupportedField(ONE_LOGPROB, (0,)),
+        "truncation": UnsupportedField("contexts only grow", ("disabled",)),
     },
 )
 

@@ -40,7 +40,7 @@ class ResponseStream:
         self._shown = 0
         self._waiting: list[SampledToken] = []
         """Sampled before the message was opened, to be sent with its first text."""
-        self._told = 0
+        self._tokens_sent = 0
         self._choice: Choice | None = None
 
     def start(self) -> bytes:
@@ -62,7 +62,7 @@ class ResponseStream:
         events = []
         if items[0]["type"] == "message":
             events.append(self._open_message())
-            seen = self._told + len(self._waiting)
+            seen = self._tokens_sent + len(self._waiting)
             events.append(self.feed(0, TextDelta(choice.content[self._shown :], choice.tokens[seen:])))
             part = items[0]["content"][0]
             events += [
@@ -99,7 +99,7 @@ class ResponseStream:
 
     def _text(self, text: str) -> bytes:
         tokens, self._waiting = self._waiting, []
-        self._told += len(tokens)
+        self._tokens_sent += len(tokens)
         self._shown += len(text)
         return self._event("output_text.delta", **self._position(), delta=text, logprobs=token_logprobs(tokens))
 

@@ -36,7 +36,7 @@ class WireModel(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class UnsupportedField:
     """A field of the API's that is not supported."""
 
     reason: str
@@ -51,7 +51,7 @@ class BodyFields(Generic[Body]):
 
     body: type[Body]
     harmless: frozenset[str]
-    refused: Mapping[str, Refused]
+    refused: Mapping[str, UnsupportedField]
 
     def read(self, body: Any) -> Body:
         """Raises `InvalidRequest` naming the field."""
@@ -165,12 +165,12 @@ PROMPT_LOGPROBS = "engines report no log-probabilities of a prompt"
 TEXT_ONLY = "answers are text"
 NOT_THE_MODELS = "the served model has no such setting"
 NOT_HERE = "this is a service of OpenAI's"
-PENALTIES: dict[str, Refused] = {
-    "logit_bias": Refused(OTHER_DISTRIBUTION, ({},)),
-    "presence_penalty": Refused(OTHER_DISTRIBUTION, (0,)),
-    "frequency_penalty": Refused(OTHER_DISTRIBUTION, (0,)),
-    "repetition_penalty": Refused(OTHER_DISTRIBUTION, (1,)),
-    "min_p": Refused(f"{OTHER_DISTRIBUTION}; temperature, top_p and top_k are supported", (0,)),
+PENALTIES: dict[str, UnsupportedField] = {
+    "logit_bias": UnsupportedField(OTHER_DISTRIBUTION, ({},)),
+    "presence_penalty": UnsupportedField(OTHER_DISTRIBUTION, (0,)),
+    "frequency_penalty": UnsupportedField(OTHER_DISTRIBUTION, (0,)),
+    "repetition_penalty": UnsupportedField(OTHER_DISTRIBUTION, (1,)),
+    "min_p": UnsupportedField(f"{OTHER_DISTRIBUTION}; temperature, top_p and top_k are supported", (0,)),
 }
 """OpenAI's, and those that clients of vLLM and SGLang send beside them."""
 

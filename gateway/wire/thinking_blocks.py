@@ -49,7 +49,7 @@ class BlockSplitter:
     def __init__(self, *, inside: bool) -> None:
         """`inside`: the prompt opened the thinking, so that the answer begins with it."""
         self.opening, self.closing = "", ""
-        self._held = ""
+        self._pending_text = ""
         """Text that may belong to a mark, or to the space beside one."""
         self._stage: Stage = "gap" if inside else "opening"
 
@@ -65,7 +65,7 @@ class BlockSplitter:
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that are final now."""
-        self._held += text
+        self._pending_text += text
         pieces: list[Piece] = []
         before: Stage | None = None
         while before != self._stage:
@@ -75,7 +75,7 @@ class BlockSplitter:
 
     def flush(self) -> list[Piece]:
         """The rest of an answer that has ended."""
-        text, self._held = self._held, ""
+        text, self._pending_text = self._pending_text, ""
         if self._stage == "opening":
             return [("text", text)] if text.strip() else []
         if self._stage == "thinking":
@@ -86,45 +86,45 @@ class BlockSplitter:
 
     # stages: each takes what it can from the held text ---------------------------------------------------------------
     def _in_opening(self) -> list[Piece]:
-        begun = self._held.lstrip()
+        begun = self._pending_text.lstrip()
         if begun.startswith(OPEN):
-            end = len(self._held) - len(begun) + len(OPEN)
-            self.opening, self._held = self._held[:end], self._held[end:]
+            end = len(self._pending_text) - len(begun) + len(OPEN)
+            self.opening, self._pending_text = self._pending_text[:end], self._pending_text[end:]
             self._stage = "gap"
         elif not OPEN.startswith(begun):
             self._stage = "text"
         return []
 
     def _in_gap(self) -> list[Piece]:
-        rest = self._held.lstrip()
-        self.opening += self._held[: len(self._held) - len(rest)]
-        self._held = rest
+        rest = self._pending_text.lstrip()
+        self.opening += self._pending_text[: len(self._pending_text) - len(rest)]
+        self._pending_text = rest
         if rest:
             self._stage = "thinking"
         return []
 
     def _in_thinking(self) -> list[Piece]:
-        thought, mark, rest = self._held.partition(CLOSE)
+        thought, mark, rest = self._pending_text.partition(CLOSE)
         if not mark:
             thought = thought[: len(thought) - _begun(CLOSE, thought)]
         shown = thought.rstrip()
         if mark:
             self.closing = thought[len(shown) :] + CLOSE
-            self._held, self._stage = rest, "after"
+            self._pending_text, self._stage = rest, "after"
         else:
-            self._held = self._held[len(shown) :]
+            self._pending_text = self._pending_text[len(shown) :]
         return [("thinking", shown)] if shown or mark else []
 
     def _in_after(self) -> list[Piece]:
-        rest = self._held.lstrip()
-        self.closing += self._held[: len(self._held) - len(rest)]
-        self._held = rest
+        rest = self._pending_text.lstrip()
+        self.closing += self._pending_text[: len(self._pending_text) - len(rest)]
+        self._pending_text = rest
         if rest:
             self._stage = "text"
         return []
 
     def _in_text(self) -> list[Piece]:
-        piece, self._held = self._held, ""
+        piece, self._pending_text = self._pending_text, ""
         return [("text", piece)] if piece else []
 
 

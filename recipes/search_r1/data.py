@@ -201,13 +201,16 @@ class Inventor:
     """
 
     def __init__(self, facts: Sequence[Fact], dice: Random) -> None:
-        self._facts, self._told, self._texts, self._dice = facts, by_article(facts), corpus_texts(), dice
+        self._facts, self._facts_by_article, self._texts, self._dice = facts, by_article(facts), corpus_texts(), dice
         self._chains = chains(facts)
 
     def conversation(self) -> list[Message]:
         first, last = self._dice.choice(self._chains)
         second = self._dice.choice(self._of(last.relation))
-        invented = {fact.value: self._dice.choice(self._of(fact.relation)).value for fact in self._told[second.article]}
+        invented = {
+            fact.value: self._dice.choice(self._of(fact.relation)).value
+            for fact in self._facts_by_article[second.article]
+        }
         result = passage(first.article, retold(self._texts[first.article], {first.value: second.article}))
         begun = [
             {"role": "user", "content": two_hop_question(first, last)},

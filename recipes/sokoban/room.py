@@ -35,16 +35,16 @@ LEAST, MOST = 3, 7
 def moved(position: Position, move: str, size: int) -> Position:
     """After a move; the same position where a wall, or a box before a wall, is in the way."""
     player, box = position
-    to = _beside(player, move)
+    to = _neighbour(player, move)
     if not _inside(to, size):
         return position
     if to != box:
         return to, box
-    pushed = _beside(box, move)
+    pushed = _neighbour(box, move)
     return (to, pushed) if _inside(pushed, size) else position
 
 
-def _beside(cell: Cell, move: str) -> Cell:
+def _neighbour(cell: Cell, move: str) -> Cell:
     rows, columns = MOVES[move]
     return cell[0] + rows, cell[1] + columns
 

@@ -197,12 +197,12 @@ class Pupil:
 
         The average over all draws, not one of them: a few steps are enough, and nothing is learned by heart.
         """
-        targets = torch.stack([self._wanted(one, sure) for one in batch])
+        targets = torch.stack([self._target_logits(one, sure) for one in batch])
         drawn = torch.multinomial(targets, 1).flatten().tolist()
         answers, ends = self.logits(batch, drawn)
         return F.cross_entropy(answers, targets) + F.cross_entropy(ends, torch.full((len(batch),), self.end))
 
-    def _wanted(self, one: Example, sure: float) -> Tensor:
+    def _target_logits(self, one: Example, sure: float) -> Tensor:
         """[V]"""
         target = torch.zeros(self.vocabulary)
         target[list(self.tokens.values())] = (1 - sure) / len(WORDS)

@@ -303,7 +303,7 @@ class InFlightEstimate:
         self._added = 0
         self._removed = 0
         self._heartbeat_at = -math.inf
-        self._kept: list[PendingRequest] = []
+        self._recent: list[PendingRequest] = []
         """Not ended, or ended after the heartbeat."""
 
     def tokens(self, reported: int) -> int:
@@ -312,7 +312,7 @@ class InFlightEstimate:
 
     def begin(self, request: PendingRequest) -> None:
         """A request was sent."""
-        self._kept.append(request)
+        self._recent.append(request)
         self._added += request.tokens
 
     def end(self, request: PendingRequest, now: float) -> None:
@@ -326,10 +326,10 @@ class InFlightEstimate:
     def heartbeat(self, at: float) -> None:
         """The newest heartbeat was made at `at`; an older one than the last is ignored."""
         self._heartbeat_at = max(self._heartbeat_at, at)
-        self._kept = [one for one in self._kept if one.ended_at is None or one.ended_at > self._heartbeat_at]
-        reported = [one for one in self._kept if self._is_reported(one)]
+        self._recent = [one for one in self._recent if one.ended_at is None or one.ended_at > self._heartbeat_at]
+        reported = [one for one in self._recent if self._is_reported(one)]
         self._removed = sum(one.tokens for one in reported if one.ended_at is not None)
-        since = [one for one in self._kept if not self._is_reported(one)]
+        since = [one for one in self._recent if not self._is_reported(one)]
         self._added = sum(one.tokens for one in since if one.ended_at is None or one.sticky)
 
     def _is_reported(self, request: PendingRequest) -> bool:

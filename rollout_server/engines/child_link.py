@@ -151,7 +151,7 @@ class LinkedChild(Child):
 
     async def open(self, module: str, *arguments: str) -> Link:
         """Starts ``python -m MODULE --fd N ARGUMENTS``."""
-        self.link = link = Link(self._reap, self._gone, self.title)
+        self.link = link = Link(self._reap, self._exit_reason, self.title)
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", module, "--fd", str(theirs.fileno()), *arguments]
         with theirs:
@@ -182,7 +182,7 @@ class LinkedChild(Child):
         if self.process is not None:
             await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=LAST_WORDS_S)
 
-    def _gone(self) -> str:
+    def _exit_reason(self) -> str:
         tail = self.tail()
         return f"{self.title} is gone" + (f"; the end of {self.log_path}:\n{tail}" if tail else "")
 

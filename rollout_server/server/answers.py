@@ -76,7 +76,7 @@ class GenerateResponse(Response):
         self._sent_at = time.monotonic()
         self._keep_alive(send)
         try:
-            async with _UntilGone(receive), aclosing(self._chunks):
+            async with _DisconnectScope(receive), aclosing(self._chunks):
                 last = False
                 while not last:
                     chunk = await anext(self._chunks, None)
@@ -115,7 +115,7 @@ class GenerateResponse(Response):
         self._timer = asyncio.get_running_loop().call_later(max(silence_left_s, 0.0), self._keep_alive, send)
 
 
-class _UntilGone:
+class _DisconnectScope:
     """Ends its block when the client disconnects, as `asyncio.timeout` does when time is up, but without an error."""
 
     def __init__(self, receive: Receive) -> None:

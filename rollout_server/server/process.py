@@ -38,7 +38,7 @@ from penstock.transfer_queue import DeviceTurn, RunContext, TurnSettings
 from penstock.weight_sync import BroadcastMember, ClosableFetch, Fetcher, MergingFetcher, StagedFetch, WeightsRefused
 
 if TYPE_CHECKING:
-    from penstock.rollout_server.server.routes import Mounted
+    from penstock.rollout_server.server.routes import MountedRoutes
 
 logger = logging.getLogger(__name__)
 DRAIN_S = 20.0
@@ -67,7 +67,7 @@ class ServerJob:
     """Longest time that requests in flight may take when the server stops."""
     metrics_token: str = field(default="", repr=False)
     """Opens ``/metrics`` and nothing else; empty: only the run's token does."""
-    mount: Callable[[Sidecar, str], Mounted] | None = None
+    mount: Callable[[Sidecar, str], MountedRoutes] | None = None
     """Makes further routes from the sidecar and its URL, before the first request."""
     turn: TurnSettings | None = None
     """Turns on devices that are shared with the trainer; None: they are this server's own."""
@@ -98,7 +98,7 @@ async def serve(job: ServerJob, new_engine: MakeEngine = make_engine) -> None:
             evaluates=job.evaluates, devices=_devices(job),
         )  # fmt: skip
         running = asyncio.create_task(sidecar.run(job.config.max_restarts))
-        mounted: Mounted | None = None
+        mounted: MountedRoutes | None = None
         drain = asyncio.Event()
         try:
             make_app = await asyncio.to_thread(_import_routes)

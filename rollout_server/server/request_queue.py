@@ -155,7 +155,7 @@ class _Slot:
     """One request's part in the counts, released once."""
 
     def __init__(self, queue: RequestQueue, tokens: int) -> None:
-        self._queue, self._tokens, self._held = queue, tokens, True
+        self._queue, self._tokens, self._holds_slot = queue, tokens, True
         queue.count(1, tokens)
 
     def received(self, tokens: int) -> None:
@@ -164,8 +164,8 @@ class _Slot:
         self._queue.count(0, -tokens)
 
     def release(self) -> None:
-        if self._held:
-            self._held = False
+        if self._holds_slot:
+            self._holds_slot = False
             self._queue.count(-1, -self._tokens)
 
 

@@ -46,7 +46,7 @@ GENERATE_RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Mounted(Protocol):
+class MountedRoutes(Protocol):
     """Further routes of a rollout server, given in `ServerJob.mount`."""
 
     @property
@@ -76,7 +76,7 @@ def make_app(
     model: str,
     token: str,
     on_drain: Callable[[], None],
-    mounted: Mounted | None = None,
+    mounted: MountedRoutes | None = None,
     *,
     metrics_token: str = "",
 ) -> ASGIApp:

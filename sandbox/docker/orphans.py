@@ -31,7 +31,7 @@ _GONE, _IN_USE = 404, 409
 
 
 @dataclass(frozen=True, slots=True)
-class Cleared:
+class RemovedCounts:
     """The numbers of removed containers and images."""
 
     containers: int
@@ -49,7 +49,7 @@ def labels_of(owner: str, label: str, session_id: str) -> dict[str, str]:
     return {PREFIX + name: value for name, value in facts.items()}
 
 
-async def clear_away(client: Docker, owner: str | None) -> Cleared:
+async def clear_away(client: Docker, owner: str | None) -> RemovedCounts:
     """Removes what processes that are gone left, of `owner` (None: of all). Raises `SandboxError`."""
     whose = PREFIX + "owner" if owner is None else f"{PREFIX}owner={owner}"
     async with calling("looking for containers that a killed process left"):
@@ -59,10 +59,10 @@ async def clear_away(client: Docker, owner: str | None) -> Cleared:
         await remove(client, container.id)
     images = await snapshot_images(client, whose)
     abandoned = {listed["Id"] for listed in images if image_is_abandoned(listed, time.time())}
-    return Cleared(len(containers), await remove_images(client, images, abandoned))
+    return RemovedCounts(len(containers), await remove_images(client, images, abandoned))
 
 
-async def clear_away_dead_processes() -> Cleared:
+async def clear_away_dead_processes() -> RemovedCounts:
     """Whichever run's. Raises `SandboxError`."""
     client = connect()
     try:

@@ -197,7 +197,7 @@ class DockerSandbox(LimitedSandbox):
         return released
 
     async def _sweep(self) -> None:
-        in_use = {slot.image for slot in self._asked.values() if slot.image is not None}
+        in_use = {slot.image for slot in self._requested_slots.values() if slot.image is not None}
         for name in list(filter(is_snapshot, self._images)):
             if name not in in_use and not self._snapshot_images.is_wanted(name):
                 del self._images[name]

@@ -41,7 +41,7 @@ class SnapshotImages:
     def __init__(self, connected: Callable[[], Docker]) -> None:
         self._connected = connected
         self._maker = secrets.token_hex(8)
-        self._wanted: set[str] = set()
+        self._kept_snapshots: set[str] = set()
         self._commits: set[asyncio.Task[str]] = set()
         self._sweeping = asyncio.Lock()
         self._any = False
@@ -54,7 +54,7 @@ class SnapshotImages:
         """
         snapshot_id = secrets.token_hex(12)
         self._any = True
-        self._wanted.add(snapshot_id)
+        self._kept_snapshots.add(snapshot_id)
         commit = asyncio.create_task(self._commit(container, snapshot_id), name=f"commit of {container.name}")
         self._commits.add(commit)
         commit.add_done_callback(self._commits.discard)
@@ -62,7 +62,7 @@ class SnapshotImages:
             image_id = await asyncio.shield(commit)
         except BaseException:
             commit.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the caller has gone
-            self._wanted.discard(snapshot_id)
+            self._kept_snapshots.discard(snapshot_id)
             raise
         written_bytes += image.written_bytes
         return replace(image, name=_name(snapshot_id), image_id=image_id, written_bytes=written_bytes)
@@ -81,11 +81,11 @@ class SnapshotImages:
         return str(image["Id"])
 
     def is_wanted(self, name: str) -> bool:
-        return name.partition(":")[2] in self._wanted
+        return name.partition(":")[2] in self._kept_snapshots
 
     def drop(self, name: str) -> None:
         """Marks the image as unused; `sweep` removes it."""
-        self._wanted.discard(name.partition(":")[2])
+        self._kept_snapshots.discard(name.partition(":")[2])
 
     async def sweep(self, in_use: Collection[str]) -> None:
         """Removes the images that were dropped, but for `in_use`, the images of living sessions.
@@ -105,7 +105,7 @@ class SnapshotImages:
 
     async def close(self) -> None:
         """After the last box has ended: nothing is left, but where the engine does not answer."""
-        self._wanted.clear()
+        self._kept_snapshots.clear()
         if self._commits:
             await asyncio.wait(self._commits)
         await self.sweep(())

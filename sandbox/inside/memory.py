@@ -233,13 +233,13 @@ def socket_bytes(send_bytes: int) -> Iterator[int]:
         show = _SHOW_PEER | _SHOW_MEMINFO
         unix = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, _ALL_STATES, 0, show, 0, 0)
         for attributes in _ask(diagnosis, unix, _UNIX_MESSAGE):
-            yield _held(attributes.get(_UNIX_MEMINFO))
+            yield _buffer_bytes(attributes.get(_UNIX_MEMINFO))
             if _UNIX_PEER in attributes and attributes[_UNIX_PEER] == bytes(4):
                 yield send_bytes
         for family, protocol in _in_use():
             inet = struct.pack("=BBBBI48x", family, protocol, 1 << (_INET_MEMINFO - 1), 0, _ALL_STATES)
             for attributes in _ask(diagnosis, inet, _INET_MESSAGE):
-                yield _held(attributes.get(_INET_MEMINFO))
+                yield _buffer_bytes(attributes.get(_INET_MEMINFO))
     for fields in map(str.split, _lines("/proc/net/netlink")[1:]):
         yield int(fields[4]) + int(fields[5])
 
@@ -280,7 +280,7 @@ def _attributes(data: bytes) -> dict[int, bytes]:
     return attributes
 
 
-def _held(meminfo: bytes | None) -> int:
+def _buffer_bytes(meminfo: bytes | None) -> int:
     figures = _MEMINFO.unpack_from(meminfo) if meminfo else (0,) * 9
     # of a socket's memory figures: bytes to read, to send, reserved ahead, in the backlog
     return sum(figures[index] for index in (0, 2, 4, 7))

@@ -52,7 +52,7 @@ class BoxRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundBox:
+class ListedBox:
     box_id: str
     labels: Mapping[str, str]
 
@@ -120,7 +120,7 @@ class ManagedApi(Protocol):
     async def create(self, request: BoxRequest) -> str:
         """The id of a running box; asked again with the same key, of the same box. Raises `NoSuchImage` too."""
 
-    async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
+    async def find(self, labels: Mapping[str, str]) -> list[ListedBox]:
         """The living boxes with all of `labels`."""
 
     async def end(self, box_id: str) -> None:

@@ -26,7 +26,7 @@ from penstock.sandbox.managed.api import (
     BoxRequest,
     Channel,
     ChannelBroken,
-    FoundBox,
+    ListedBox,
     ReceivedOutput,
 )
 from penstock.sandbox.protocol import BoxNeeds, NoSuchImage, SandboxError, SandboxLost, UnmetNeeds
@@ -105,11 +105,11 @@ class DaytonaApi:
         )
         return self._sdk.CreateSandboxFromImageParams(image=image, resources=resources, **common)
 
-    async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
+    async def find(self, labels: Mapping[str, str]) -> list[ListedBox]:
         with self._translating("listing boxes"):
             query = self._sdk.ListSandboxesQuery(labels=dict(labels))
             boxes = self._client.list(query, request_timeout=CALL_TIMEOUT_S)
-            return [FoundBox(box.id, box.labels) async for box in boxes]
+            return [ListedBox(box.id, box.labels) async for box in boxes]
 
     async def end(self, box_id: str) -> None:
         with contextlib.suppress(SandboxLost), self._translating("ending a box"):

@@ -21,7 +21,7 @@ from penstock.sandbox.managed.api import (
     BoxRequest,
     Channel,
     ChannelBroken,
-    FoundBox,
+    ListedBox,
     ReceivedOutput,
 )
 from penstock.sandbox.managed.box import shell_line
@@ -69,12 +69,12 @@ class E2BApi:
         self._boxes[box.sandbox_id] = box
         return box.sandbox_id
 
-    async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
-        boxes: list[FoundBox] = []
+    async def find(self, labels: Mapping[str, str]) -> list[ListedBox]:
+        boxes: list[ListedBox] = []
         with self._translating("listing boxes"):
             pages = self._sdk.AsyncSandbox.list(self._sdk.SandboxQuery(metadata=dict(labels)), **self._options())
             while pages.has_next:
-                boxes += [FoundBox(box.sandbox_id, box.metadata) for box in await pages.next_items()]
+                boxes += [ListedBox(box.sandbox_id, box.metadata) for box in await pages.next_items()]
         return boxes
 
     async def end(self, box_id: str) -> None:

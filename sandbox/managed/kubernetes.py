@@ -26,7 +26,7 @@ from penstock.sandbox.managed.api import (
     BoxRequest,
     Channel,
     ChannelBroken,
-    FoundBox,
+    ListedBox,
 )
 from penstock.sandbox.managed.labels import BOX
 from penstock.sandbox.managed.pods import CONTAINER, deny_all, pod_manifest
@@ -91,9 +91,9 @@ class KubernetesApi:
                 return
             await asyncio.sleep(POLL_S)
 
-    async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
+    async def find(self, labels: Mapping[str, str]) -> list[ListedBox]:
         pods = await self._pods()
-        boxes: list[FoundBox] = []
+        boxes: list[ListedBox] = []
         rest: str | None = None
         selector = ",".join(f"{name}={value}" for name, value in {**BOX, **labels}.items())
         while rest != "":
@@ -105,7 +105,7 @@ class KubernetesApi:
                     _continue=rest,
                     _request_timeout=CALL_TIMEOUT_S,
                 )
-            boxes += [FoundBox(pod.metadata.name, pod.metadata.labels) for pod in page.items]
+            boxes += [ListedBox(pod.metadata.name, pod.metadata.labels) for pod in page.items]
             rest = page.metadata.var_continue or ""
         return boxes
 

@@ -25,7 +25,7 @@ from penstock.sandbox.managed.api import (
     BoxRequest,
     Channel,
     ChannelBroken,
-    FoundBox,
+    ListedBox,
     ReceivedOutput,
 )
 from penstock.sandbox.protocol import BoxNeeds, NoSuchImage, SandboxError, SandboxLost, UnmetNeeds
@@ -76,13 +76,13 @@ class ModalApi:
         name = f"penstock-{request.key}"
         image = request.image or self._config.image
         with self._translating("making a box", image=image):
-            box = await self._made(name, image, request)
+            box = await self._create_box(name, image, request)
             program = await box.exec.aio("true")  # a box that is made may still wait for a machine, or for its image
             await program.wait.aio()
         self._boxes[box.object_id] = box
         return str(box.object_id)
 
-    async def _made(self, name: str, image: str, request: BoxRequest) -> Sandbox:
+    async def _create_box(self, name: str, image: str, request: BoxRequest) -> Sandbox:
         client, app = await self._connected()
         modal_image, needs = self._image(image), request.needs
         cpus, memory_mb = needs.cpus or self._config.cpus, needs.memory_mb or self._config.memory_mb
@@ -119,13 +119,13 @@ class ModalApi:
             return self._sdk.Image.from_id(name, client=self._client)
         return self._sdk.Image.from_registry(name).entrypoint([])
 
-    async def find(self, labels: Mapping[str, str]) -> list[FoundBox]:
-        boxes: list[FoundBox] = []
+    async def find(self, labels: Mapping[str, str]) -> list[ListedBox]:
+        boxes: list[ListedBox] = []
         with self._translating("listing boxes"):
             client, app = await self._connected()
             async for box in self._sdk.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels), client=client):
                 with contextlib.suppress(self._sdk.exception.NotFoundError):  # it ended meanwhile
-                    boxes.append(FoundBox(box.object_id, await box.get_tags.aio()))
+                    boxes.append(ListedBox(box.object_id, await box.get_tags.aio()))
         return boxes
 
     async def end(self, box_id: str) -> None:

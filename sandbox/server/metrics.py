@@ -17,7 +17,7 @@ class SandboxMetrics(Metrics):
         super().__init__("sandbox")
         self.boxes = self.gauge("boxes", "Boxes by state: given_out, warm", ["state"])
         self.waiting = self.gauge("waiting", "Sessions waiting for a free box")
-        self._taken = self.counter("pool_boxes", "Boxes: taken_warm, taken_cold, stale, given_up", ["how"])
+        self._taken_boxes = self.counter("pool_boxes", "Boxes: taken_warm, taken_cold, stale, given_up", ["how"])
         self._counted: dict[str, int] = {}
         self.start_s = self.histogram(
             "start_seconds",
@@ -48,7 +48,7 @@ class SandboxMetrics(Metrics):
     def count_boxes(self, totals: Mapping[str, int]) -> None:
         """Brings the counters up to the pool's totals."""
         for how, count in totals.items():
-            self._taken.labels(how).inc(count - self._counted.get(how, 0))
+            self._taken_boxes.labels(how).inc(count - self._counted.get(how, 0))
             self._counted[how] = count
 
 

@@ -3,8 +3,8 @@
     take ─► a warm one that responds ────────────► given out ─► give_back ─► its slot: the next waiter, else a warm one
       └───► none: a slot (free, of a warm box of another image, or after a wait with a deadline) ─► started
 
-Tasks: `_refill_for_ever` waits for `_wanted` (a box was taken, a slot was freed) and starts what is missing, one at a
-time, in slots with no caller waiting.
+Tasks: `_refill_for_ever` waits for `_refill_requested` (a box was taken, a slot was freed) and starts what is missing,
+one at a time, in slots with no caller waiting.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ class BoxPool:
         self._sandbox = sandbox
         self._targets = dict(warm)
         self._warm: dict[str | None, deque[Session]] = {image: deque() for image in self._targets}
-        self._wanted = asyncio.Event()
+        self._refill_requested = asyncio.Event()
         self._refilling: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         self._refilling = asyncio.create_task(self._refill_for_ever())
-        self._wanted.set()
+        self._refill_requested.set()
 
     async def stop(self) -> None:
         """Ends the warm boxes; those given out belong to their takers."""
@@ -119,7 +119,7 @@ class BoxPool:
         session = await self._take_warm(image) if needs is None else None
         if session is not None:
             self.counts["taken_warm"] += 1
-            self._wanted.set()
+            self._refill_requested.set()
             return session
         if not self.slots.take_now():
             self._give_one_up()
@@ -169,8 +169,8 @@ class BoxPool:
         # between two failed refills
         pauses = Backoff(0.5, 30.0).pauses()
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._refill_requested.wait()
+            self._refill_requested.clear()
             failures = await self._refill()
             if not failures:
                 pauses.reset()
@@ -180,7 +180,7 @@ class BoxPool:
                 name = "the default image" if image is None else image
                 logger.warning("sandbox: no warm box of %s, next try in %.1f s: %r", name, pause_s, error)
             await asyncio.sleep(pause_s)
-            self._wanted.set()
+            self._refill_requested.set()
 
     async def _refill(self) -> dict[str | None, Exception]:
         """Starts missing warm boxes; returns the errors by image. One failing image does not block others."""
@@ -224,7 +224,7 @@ class BoxPool:
 
     def _free_slot(self) -> None:
         self.slots.give()
-        self._wanted.set()
+        self._refill_requested.set()
 
 
 async def _answers(session: Session) -> bool:

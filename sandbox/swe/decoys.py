@@ -47,7 +47,7 @@ class BoxChanges:
 
 
 class Verdicts(Protocol):
-    """The verdicts of one run (`run_tests.Ran`)."""
+    """The verdicts of one run (`run_tests.TestOutcomes`)."""
 
     @property
     def outcomes(self) -> Mapping[str, str]: ...

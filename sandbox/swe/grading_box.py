@@ -16,7 +16,7 @@ from penstock.sandbox.swe import scripts
 from penstock.sandbox.swe.data_files import hidden_data
 from penstock.sandbox.swe.decoys import BoxChanges, put_changes, read_hidden
 from penstock.sandbox.swe.report import Grade, summary
-from penstock.sandbox.swe.run_tests import Ran, Seal, check_runner, files_of_tests, run_tests
+from penstock.sandbox.swe.run_tests import Seal, TestOutcomes, check_runner, files_of_tests, run_tests
 from penstock.sandbox.swe.task import SweLimits, SweTask, SweTaskError, is_protected
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
@@ -26,7 +26,7 @@ class GradingRun:
     """One run of a task's tests in a fresh box."""
 
     grade: Grade
-    ran: Ran
+    ran: TestOutcomes
     """With every test of the files, under the ids that they had in this box."""
     used: float = 0.0
     """Largest share of a time limit that was used; 1 or more where one was reached."""
@@ -118,21 +118,21 @@ async def _model_entries(workspace: Workspace, patch: bytes) -> list[TreeEntry]:
         return await _entries(workspace, "model.patch", plain)
 
 
-async def _build_and_run(workspace: Workspace, task: SweTask, changes: BoxChanges) -> Ran:
+async def _build_and_run(workspace: Workspace, task: SweTask, changes: BoxChanges) -> TestOutcomes:
     if task.build_command:
         before = await Seal.of(workspace, task)
         argv = workspace.in_folder(task.build_command, workspace.variables(task))
         built = await workspace.run(argv, workspace.limits.command_timeout_s)
         output = built.stdout + built.stderr
         if built.exit_code != 0:
-            return Ran({}, "the build failed with this patch", output)
+            return TestOutcomes({}, "the build failed with this patch", output)
         try:
             unchanged = await before.holds(workspace)
             await workspace.put_packages(task)  # pytest's own files, whatever the build wrote into them
         except (ScriptFailed, SweTaskError):
             unchanged = False
         if not unchanged:
-            return Ran({}, "the build changed tests, or what steers them", output)
+            return TestOutcomes({}, "the build changed tests, or what steers them", output)
     else:
         output = ""
     # One of these that hangs decides the verdict; none does if tests are expected to fail.
@@ -142,12 +142,12 @@ async def _build_and_run(workspace: Workspace, task: SweTask, changes: BoxChange
     except SweTaskError as error:
         if not task.build_command:
             raise
-        return Ran({}, f"after the build with this patch: {error}", output)
+        return TestOutcomes({}, f"after the build with this patch: {error}", output)
 
 
 def _nothing(task: SweTask, doubt: str) -> GradingRun:
     verdict = Grade(task.instance_id, summary(task, {}), task.fail_to_pass, task.pass_to_pass, doubt)
-    return GradingRun(verdict, Ran({}, doubt, ""))
+    return GradingRun(verdict, TestOutcomes({}, doubt, ""))
 
 
 # ---- what a patch makes of the snapshot

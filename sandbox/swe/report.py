@@ -79,7 +79,7 @@ class Grade:
 
 
 @dataclass(slots=True)
-class Witnessed:
+class SignedOutcomes:
     """The signed lines of one run, read."""
 
     ended: bool = False
@@ -108,9 +108,9 @@ class Witnessed:
         return ""
 
 
-def read_lines(data: bytes, key: bytes) -> Witnessed:
+def read_lines(data: bytes, key: bytes) -> SignedOutcomes:
     """Lines with another signature, or out of their order, are not there. A test reported twice must pass twice."""
-    seen = Witnessed()
+    seen = SignedOutcomes()
     for record in _signed(data, key):
         if record["kind"] == "canaries":
             seen.canaries = tuple(record["tests"])

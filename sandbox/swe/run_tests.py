@@ -16,7 +16,7 @@ from pathlib import Path
 
 from penstock.sandbox.swe import scripts
 from penstock.sandbox.swe.decoys import BoxChanges, ParameterValues
-from penstock.sandbox.swe.report import Witnessed, read_lines
+from penstock.sandbox.swe.report import SignedOutcomes, read_lines
 from penstock.sandbox.swe.task import PytestCommand, SweTask, SweTaskError, is_protected
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
@@ -25,7 +25,7 @@ OUTPUT_CHARS = 4000
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class TestOutcomes:
     """Outcomes of one run of the tests."""
 
     outcomes: Mapping[str, str]
@@ -57,7 +57,7 @@ async def check_runner(workspace: Workspace, task: SweTask) -> None:
         raise SweTaskError(f"task {task.instance_id}: no pytest in its box: {(result.stderr or result.stdout)[-500:]}")
 
 
-async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, needed: Sequence[str]) -> Ran:
+async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, needed: Sequence[str]) -> TestOutcomes:
     """`needed`: tests of which one that hangs ends the run. Raises `SandboxError`."""
     command = PytestCommand.parse(task.test_command)
     if command is None:
@@ -80,17 +80,17 @@ async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, ne
     variables = {"PYTHONDONTWRITEBYTECODE": "1", **command.variables, **workspace.variables(task)}
     argv = workspace.in_folder(f"exec {shlex.join([command.python, launcher])}", variables)
     result = await workspace.run(argv, workspace.limits.tests_timeout_s, json.dumps(job))
-    seen = Witnessed()
+    seen = SignedOutcomes()
     with contextlib.suppress(OSError):  # never begun, or taken away by what ran
         seen = await asyncio.to_thread(read_lines, await workspace.read(results, MAX_RESULTS_BYTES), key)
     output = (result.stdout + result.stderr)[-OUTPUT_CHARS:]
     doubt = seen.doubt()
     if doubt and result.exit_code is None:
         doubt = f"{doubt} (limit {result.limit})"
-    return Ran(seen.outcomes, doubt, output, seen.seconds, seen.collected, seen.parameters)
+    return TestOutcomes(seen.outcomes, doubt, output, seen.seconds, seen.collected, seen.parameters)
 
 
-async def _run_each(workspace: Workspace, task: SweTask) -> Ran:
+async def _run_each(workspace: Workspace, task: SweTask) -> TestOutcomes:
     """A command per test. What it says is not read; but its exit status is the word of the code under test."""
     outcomes, outputs = {}, []
     variables = workspace.variables(task)
@@ -100,7 +100,7 @@ async def _run_each(workspace: Workspace, task: SweTask) -> Ran:
         result = await workspace.run(argv, workspace.limits.test_timeout_s)
         outcomes[test] = "passed" if result.exit_code == 0 else "failed"
         outputs.append(f"$ {command}\n{result.stdout}{result.stderr}")
-    return Ran(outcomes, "", "\n".join(outputs)[-OUTPUT_CHARS:])
+    return TestOutcomes(outcomes, "", "\n".join(outputs)[-OUTPUT_CHARS:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Seal:
         guarded = tuple(files_of_tests(task))
         patterns = tuple(one for one in task.protected if one not in made_by_builds)
         try:
-            paths = _chosen(await _names(workspace), guarded, patterns)
+            paths = _select_paths(await _names(workspace), guarded, patterns)
             return cls(guarded, patterns, paths, await _digest(workspace, paths))
         except (ScriptFailed, OSError) as error:
             raise SweTaskError(f"task {task.instance_id}: what steers its tests cannot be sealed: {error}") from error
@@ -130,13 +130,13 @@ class Seal:
             names = await _names(workspace)
             # a build may add compiled modules to folders of tests, and change nothing that was there
             adding = [one for one in self.patterns if one not in ("tests", "/test")]
-            added = set(_chosen(names, self.guarded, adding)) - set(self.paths)
+            added = set(_select_paths(names, self.guarded, adding)) - set(self.paths)
             return not added and await _digest(workspace, self.paths) == self.digest
         except (ScriptFailed, OSError):  # a file that was sealed is gone
             return False
 
 
-def _chosen(names: Iterable[str], guarded: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
+def _select_paths(names: Iterable[str], guarded: Sequence[str], patterns: Sequence[str]) -> tuple[str, ...]:
     """A name with a line end in it cannot be listed for tar: no honest repository has one among its tests."""
     return tuple(sorted(one for one in names if "\n" not in one and is_protected(one, guarded, patterns)))
 

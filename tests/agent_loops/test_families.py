@@ -247,10 +247,10 @@ def test_families_result_stands_under_the_id_that_the_model_wrote(syntax):
     assert '"call_id": "Zx9yW8vU7"' in chat.decode(chat.render_tools([ToolResult("3")], [call]))
     segment = chat.start([USER], TOOLS)
     segment.remember([])
-    told, result = chat._said(segment, reply, [call], [{"role": "tool", "content": "3"}])
+    told, result = chat._recorded_messages(segment, reply, [call], [{"role": "tool", "content": "3"}])
     assert (told["tool_calls"][0]["id"], result["tool_call_id"]) == ("Zx9yW8vU7", "Zx9yW8vU7")
     segment.remember([told, result])
-    (again, _) = chat._said(segment, reply, [call], [{"role": "tool", "content": "3"}])
+    (again, _) = chat._recorded_messages(segment, reply, [call], [{"role": "tool", "content": "3"}])
     assert again["tool_calls"][0]["id"] == "call00002", "a template may look up by its id which call a result answers"
 
 

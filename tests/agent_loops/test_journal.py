@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.agent_loops import EpisodeJournal, EpisodeRestart, KeptScore, ToolBox
+from penstock.agent_loops import EpisodeJournal, EpisodeRestart, RecordedScore, ToolBox
 from penstock.agent_loops.journal import SESSIONS, Replayed
 from penstock.agent_loops.tool_runner import CallNames, hash_of
 from penstock.tools import ToolConfig
@@ -193,9 +193,9 @@ async def test_journal_keeps_the_score_of_a_run(next_owner):
     first = next_owner()
     assert first.score is None
     await first.append(SAMPLED)
-    await first.keep_score(KeptScore("digest", 0.5, {"tests": 2.0}))
+    await first.keep_score(RecordedScore("digest", 0.5, {"tests": 2.0}))
     second = next_owner()
-    assert first.score == second.score == KeptScore("digest", 0.5, {"tests": 2.0})
+    assert first.score == second.score == RecordedScore("digest", 0.5, {"tests": 2.0})
     assert second.take(JournalKind.TOOLS, 0) is None  # the score alone is no tool turn
     await second.restart("it strayed")
     assert second.score is None

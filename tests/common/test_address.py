@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.common import interfaces_for, is_loopback, listening_host, own_host, reachable_host, url_host
-from penstock.common.address import _found, interface_of
+from penstock.common.address import _find_own_address, interface_of
 
 NAME = socket.gethostname()
 
@@ -17,9 +17,9 @@ NAME = socket.gethostname()
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("PENSTOCK_HOST", "PENSTOCK_QUEUE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    _found.cache_clear()
+    _find_own_address.cache_clear()
     yield
-    _found.cache_clear()
+    _find_own_address.cache_clear()
 
 
 def resolves_to(monkeypatch: pytest.MonkeyPatch, address: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.tools import UserThreads, call_users
-from penstock.tools.threads import TooManyLeftBehind
+from penstock.tools.threads import TooManyAbandonedCalls
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ async def test_threads_hanging_calls_take_no_place(gate: threading.Event) -> Non
 async def test_threads_refuse_further_calls_and_name_the_hanging(gate: threading.Event) -> None:
     threads = UserThreads(at_once=2, left_behind_most=3)
     await leave_behind(threads, gate, 3)
-    with pytest.raises(TooManyLeftBehind, match=r"3 calls never returned \(hang\)"):
+    with pytest.raises(TooManyAbandonedCalls, match=r"3 calls never returned \(hang\)"):
         await threads.run(lambda: 7, "sound")
     gate.set()
     async with asyncio.timeout(60):
@@ -55,7 +55,7 @@ async def test_threads_refuse_further_calls_and_name_the_hanging(gate: threading
             try:
                 assert await threads.run(lambda: 7, "sound") == 7
                 break
-            except TooManyLeftBehind:
+            except TooManyAbandonedCalls:
                 await asyncio.sleep(0.01)
 
 

@@ -83,7 +83,7 @@ class Heartbeat:
 
     def __init__(self, rank: int, peers: list[Peer], timeout_s: float, patience_s: float) -> None:
         self._rank, self._peers = rank, peers
-        self._left: list[Peer] = []
+        self._finished_peers: list[Peer] = []
         """Ranks that end. They are told of losses and of this rank's end as well: they listen for `FAREWELL_S`."""
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._sending = threading.Lock()
@@ -140,7 +140,7 @@ class Heartbeat:
             self._over.wait(FAREWELL_S)
         self._over.set()
         self._thread.join()
-        for peer in [*self._peers, *self._left]:
+        for peer in [*self._peers, *self._finished_peers]:
             peer.link.close()
 
     def _run(self) -> None:
@@ -180,7 +180,7 @@ class Heartbeat:
                 self._end(line["end"], float(line["grace_s"]))
             elif "left" in line:
                 self._peers.remove(peer)
-                self._left.append(peer)
+                self._finished_peers.append(peer)
                 if line["left"]:
                     self._lose(peer, f"it ended with {line['left']}", GRACE_S)
         if is_over and peer in self._peers:
@@ -227,7 +227,7 @@ class Heartbeat:
 
     def _tell(self, content: Mapping[str, Any]) -> None:
         """A rank that takes no lines any more, 64 KiB of them, is silent as well."""
-        for peer in [*self._peers, *self._left]:
+        for peer in [*self._peers, *self._finished_peers]:
             with self._sending, contextlib.suppress(OSError):
                 peer.link.send(_line(content))
 

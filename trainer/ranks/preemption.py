@@ -16,7 +16,7 @@ import torch
 from penstock.trainer.ranks.distributed import Ranks
 
 
-class StepGivenUp(Exception):
+class StepAbandoned(Exception):
     """The trainer was told to stop before the step had changed a weight. Raised on all ranks."""
 
 
@@ -39,14 +39,14 @@ class Preemption:
         self._random = torch.get_rng_state()
 
     def check(self) -> None:
-        """A collective until `weights_change`. Raises `StepGivenUp` on all ranks where any was told to stop; torch's
+        """A collective until `weights_change`. Raises `StepAbandoned` on all ranks where any was told to stop; torch's
         generator is then as before the step, since a checkpoint holds its state."""
         if not self._may_give_up or self._is_told is None:
             return
         if self._ranks.any(self._is_told()):
             self._may_give_up = False
             torch.set_rng_state(self._random)
-            raise StepGivenUp
+            raise StepAbandoned
 
     def weights_change(self) -> None:
         """Take note that policy or critic change: the running step is finished, whatever signal comes from here on."""

@@ -31,12 +31,12 @@ class AsyncSink:
         self._name = name
         self._make, self._job = make, job
         self._calls: queue.Queue[Call | None] = queue.Queue(MOST_WAITING)
-        self._broken, self._made = threading.Event(), threading.Event()
+        self._broken, self._sink_ready = threading.Event(), threading.Event()
         self._told_dropped = False
         # A daemon: the process must be able to end while a library waits for its network.
         self._thread = threading.Thread(target=self._run, name=f"sink {name}", daemon=True)
         self._thread.start()
-        self._made.wait(START_S)
+        self._sink_ready.wait(START_S)
 
     def rewind(self, step: int) -> None:
         self._put(lambda sink: sink.rewind(step))
@@ -71,13 +71,13 @@ class AsyncSink:
     def _run(self) -> None:
         try:
             sink = self._make(self._job)
-            self._made.set()
+            self._sink_ready.set()
             while (call := self._calls.get()) is not None:
                 call(sink)
             sink.close()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any library's failure is this sink's alone
             self._broken.set()
-            self._made.set()
+            self._sink_ready.set()
             logger.warning(
                 "trainer.sinks: %s failed and is left out from here on, the run continues without it: %s: %s",
                 *(self._name, type(error).__name__, error),

@@ -85,22 +85,22 @@ class Wire(asyncio.BufferedProtocol):
         """hiredis was fed since its last whole reply, or holds more than that: what comes next may be in the middle of
         a reply, or after one that nobody has read."""
         self._arrived: asyncio.Future[None] | None = None
-        self._lost: Exception | None = None
+        self._failure: Exception | None = None
         self._transport = connection._writer.transport
         self._transport.set_protocol(self)
 
     def send(self, chunks: Sequence[Any]) -> None:
         """Raises what ended the connection."""
-        if self._lost is not None:
-            raise self._lost
+        if self._failure is not None:
+            raise self._failure
         self._transport.writelines(chunks)
 
     async def reply(self) -> Any:
         """The next reply; Redis's refusal is returned, not raised; a long string is a read-only memoryview. Raises what
         ended the connection."""
         while (reply := self._next()) is _NOTHING:
-            if self._lost is not None:
-                raise self._lost
+            if self._failure is not None:
+                raise self._failure
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
         return reply
@@ -132,7 +132,7 @@ class Wire(asyncio.BufferedProtocol):
                 self._received.append(self._long[:-2].toreadonly())
             else:
                 problem = f"a string of {len(self._long) - 2} bytes is not followed by a line end"
-                self._lost = InvalidResponse(problem)
+                self._failure = InvalidResponse(problem)
             self._long = None
         elif length := self._long_begins(nbytes):
             head = self._buffer.index(b"\n") + 1
@@ -146,7 +146,7 @@ class Wire(asyncio.BufferedProtocol):
         self._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = exc if isinstance(exc, OSError) else RedisConnectionError("Connection closed by server.")
+        self._failure = exc if isinstance(exc, OSError) else RedisConnectionError("Connection closed by server.")
         self._wake()
 
     def _long_begins(self, nbytes: int) -> int:

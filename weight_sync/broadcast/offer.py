@@ -168,7 +168,7 @@ class StreamDigests:
 
     def __init__(self, tensors: Iterable[StreamTensor]) -> None:
         self._tensors = list(tensors)
-        self._done: list[str] = []
+        self._checksums: list[str] = []
         self._digest = xxhash.xxh3_64()
         self._missing = self._tensors[0].nbytes if self._tensors else 0
         self._close_whole()
@@ -176,7 +176,7 @@ class StreamDigests:
     def update(self, piece: memoryview) -> None:
         """Raises `ValueError` for more bytes than the tensors have."""
         while len(piece):
-            if len(self._done) == len(self._tensors):
+            if len(self._checksums) == len(self._tensors):
                 raise ValueError("the stream is longer than its tensors")
             part = piece[: self._missing]
             self._digest.update(part)
@@ -186,17 +186,17 @@ class StreamDigests:
 
     def entries(self) -> tuple[TensorEntry, ...]:
         """Raises `ValueError` where bytes are missing."""
-        if len(self._done) < len(self._tensors):
-            raise ValueError(f"the stream ends within tensor {self._tensors[len(self._done)].name!r}")
-        pairs = zip(self._tensors, self._done, strict=True)
+        if len(self._checksums) < len(self._tensors):
+            raise ValueError(f"the stream ends within tensor {self._tensors[len(self._checksums)].name!r}")
+        pairs = zip(self._tensors, self._checksums, strict=True)
         return tuple(TensorEntry(tensor.name, tensor.shape, tensor.dtype, xxh3) for tensor, xxh3 in pairs)
 
     def _close_whole(self) -> None:
         """Tensors without a byte as well."""
-        while not self._missing and len(self._done) < len(self._tensors):
-            self._done.append(self._digest.hexdigest())
+        while not self._missing and len(self._checksums) < len(self._tensors):
+            self._checksums.append(self._digest.hexdigest())
             self._digest = xxhash.xxh3_64()
-            following = len(self._done)
+            following = len(self._checksums)
             self._missing = self._tensors[following].nbytes if following < len(self._tensors) else 0
 
 

@@ -63,7 +63,7 @@ class Sending:
 
 
 @dataclass(eq=False, slots=True)
-class _Parked:
+class _ParkedServer:
     count: int
     wire: str
     alive: Callable[[], bool]
@@ -88,7 +88,7 @@ class Broadcaster:
         self._life = f"{time.time_ns():x}"
         """A trainer that came back must not take what servers hold of an earlier life for its own."""
         self._numbers = itertools.count(1)
-        self._parked: list[_Parked] = []
+        self._parked: list[_ParkedServer] = []
         self._closed = threading.Event()
         self._warned: set[str] = set()
 
@@ -115,7 +115,7 @@ class Broadcaster:
         self._warn_of_gloo(wires, wire)
         if not 1 <= count <= MOST_WORKERS:
             raise ValueError(f"count is {count}, not 1 to {MOST_WORKERS}")
-        parked = _Parked(count, wire, alive, asyncio.get_running_loop().create_future())
+        parked = _ParkedServer(count, wire, alive, asyncio.get_running_loop().create_future())
         self._parked.append(parked)
         try:
             async with asyncio.timeout(wait_s):
@@ -184,7 +184,7 @@ class Broadcaster:
             if not parked.offer.done():
                 parked.offer.set_result(None)
 
-    def _waiting(self) -> list[_Parked]:
+    def _waiting(self) -> list[_ParkedServer]:
         return [parked for parked in self._parked if parked.alive() and not parked.offer.done()]
 
     def _listen(self, size: int) -> socket.socket | None:

@@ -20,16 +20,16 @@ from penstock.weight_sync.broadcast.offer import StreamDigests
 from penstock.weight_sync.broadcast.seats import Sending
 from penstock.weight_sync.broadcast.senders import Members
 from penstock.weight_sync.broadcast.source import WeightSource
-from penstock.weight_sync.files.file_format import Written, new_file, raw_bytes
+from penstock.weight_sync.files.file_format import WrittenFile, new_file, raw_bytes
 from penstock.weight_sync.manifest import TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class StreamedVersion:
     """One version's pass."""
 
     tensors: tuple[TensorEntry, ...]
-    written: Written
+    written: WrittenFile
     """What the version's file is, or will be once it is written."""
     done: int
     """Workers that have all bytes."""
@@ -44,7 +44,7 @@ def stream_version(
     bucket_bytes: int,
     sending: Sending | None = None,
     durable: bool = False,
-) -> Streamed:
+) -> StreamedVersion:
     """Blocks. Raises `NoSpace` where the file has no room, `Superseded`, `RuntimeError` where a rank is gone.
 
     `durable`: a file that is written survives a power cut when this returns. Whatever it raises, there is no
@@ -67,4 +67,4 @@ def stream_version(
                 if file is not None:
                     file.write(piece)
         entries, done = digests.entries(), members.count_done()
-    return Streamed(entries, Written(path, size, whole.hexdigest()), done)
+    return StreamedVersion(entries, WrittenFile(path, size, whole.hexdigest()), done)

@@ -46,7 +46,7 @@ from penstock.weight_sync.files.delta import Gaps
 
 
 @dataclass(slots=True)
-class _Pass:
+class _StreamPass:
     """One stream under way."""
 
     version: int
@@ -196,7 +196,7 @@ class WeightSource:
             yield MarkedBucket(bucket.bytes, [bucket.marked_part(part) for part in bucket.parts])
 
     def _filled(self, version: int, bucket_bytes: int, members: Members, *, marked: bool = False) -> Iterator[Bucket]:
-        under_way = _Pass(version, bucket_bytes, members, marked)
+        under_way = _StreamPass(version, bucket_bytes, members, marked)
         if self._world == 1:
             yield from self._own_buckets(under_way)
             return
@@ -210,7 +210,7 @@ class WeightSource:
                 yield ready
         self._buckets = under_way.memory
 
-    def _own_buckets(self, under_way: _Pass) -> Iterator[Bucket]:
+    def _own_buckets(self, under_way: _StreamPass) -> Iterator[Bucket]:
         """Yield the buckets of a lone rank, which fetches nothing."""
         version, members = under_way.version, under_way.members
         for begin in range(0, self.nbytes, under_way.bucket_bytes):
@@ -231,7 +231,7 @@ class WeightSource:
             buckets = [bucket_memory(nbytes) for _ in range(3)]
         return buckets
 
-    def _gather(self, begin: int, under_way: _Pass) -> Bucket:
+    def _gather(self, begin: int, under_way: _StreamPass) -> Bucket:
         bucket = under_way.bucket(begin, self.nbytes)
         parts = self._places.within(begin, begin + len(bucket.bytes))
         with self.wire.lock:
@@ -322,7 +322,7 @@ class WeightSource:
     def _copy_own(self, kind: Kind, version: int, begin: int, target: torch.Tensor) -> None:
         with self._changed:
             self._check(version)
-            target.copy_(self._kept(kind, begin, begin + len(target)))
+            target.copy_(self._stored_bytes(kind, begin, begin + len(target)))
 
     def _check(self, version: int) -> None:
         if self.version != version:
@@ -351,9 +351,9 @@ class WeightSource:
                 own = [part for part in self._places.within(begin, end) if part.rank == self._rank]
                 self._own_group.send([self._bytes[each[0].local : each[-1].local_end] for each in messages(own)])
             elif has_version:
-                self.wire.send(self._kept(kind, begin, end))
+                self.wire.send(self._stored_bytes(kind, begin, end))
 
-    def _kept(self, kind: Kind, begin: int, end: int) -> torch.Tensor:
+    def _stored_bytes(self, kind: Kind, begin: int, end: int) -> torch.Tensor:
         """[end - begin] uint8."""
         if kind == Kind.BUCKET:
             return self._bytes[begin:end]

@@ -53,7 +53,7 @@ class NoSpace(OSError):
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFile:
     """A file as a reader must find it under `path`."""
 
     path: Path
@@ -85,7 +85,7 @@ class Section:
         return cls(name, CODES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize, pieces)
 
 
-def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str], *, durable: bool) -> Written:
+def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str], *, durable: bool) -> WrittenFile:
     """All of `sections` under `path`, at once. Raises `NoSpace`; whatever it raises, there is no such file then.
 
     `sections` is emptied on the way: a tensor with no other owner is freed once it is written.
@@ -99,7 +99,7 @@ def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str],
             for piece in sections.pop().pieces:
                 file.write(piece)
                 digest.update(piece)
-    return Written(path, size, digest.hexdigest())
+    return WrittenFile(path, size, digest.hexdigest())
 
 
 def file_header(sections: Sequence[Section], metadata: Mapping[str, str]) -> bytes:

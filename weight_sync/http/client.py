@@ -75,11 +75,11 @@ def _find_damage(file: ChainFile, checksums: Mapping[str, str]) -> str:
     return "its header is damaged"
 
 
-class Cut(Exception):
+class ConnectionCut(Exception):
     """The connection broke, or never was; the message says how. What came before counts."""
 
 
-class NotYet(Exception):
+class FetchBusy(Exception):
     """The trainer asks for patience: another server is fetching the file."""
 
 
@@ -116,10 +116,10 @@ class FileFetch:
         while (have := part.length) < file.bytes:
             try:
                 self._ask_trainer(job)
-            except NotYet as error:
+            except FetchBusy as error:
                 job.progress.waited()
                 self._pause(job, PAUSE_S, error)
-            except (Cut, OSError, http.client.HTTPException) as error:
+            except (ConnectionCut, OSError, http.client.HTTPException) as error:
                 for peer in self._peers:
                     if part.length < file.bytes and peer not in job.avoid and not self._closed.is_set():
                         self._ask_peer(job, peer)
@@ -167,7 +167,7 @@ class FileFetch:
                 answer = self._ask(connection, f"/{job.local_name}", job.part, {})
                 _check_answer(job.file, answer, job.part.length)
                 self._append(answer, job, "peers")
-        except (Cut, OSError, http.client.HTTPException, WeightsUnreachable, WeightsRefused) as error:
+        except (ConnectionCut, OSError, http.client.HTTPException, WeightsUnreachable, WeightsRefused) as error:
             logger.info("version %d from %s: %r; asking another", job.file.version, peer, error)
             job.avoid.add(peer)
             job.progress.restart()
@@ -191,13 +191,13 @@ class FileFetch:
         return connection.getresponse()
 
     def _append(self, answer: http.client.HTTPResponse, job: _FetchJob, source: str) -> None:
-        """Raises `Cut` where less came than is missing."""
+        """Raises `ConnectionCut` where less came than is missing."""
         while missing := job.file.bytes - job.part.length:
             if self._closed.is_set() or job.progress.problem():
-                raise Cut("broken off here")
+                raise ConnectionCut("broken off here")
             piece = answer.read1(min(PIECE_BYTES, missing))  # what is there: a cut loses nothing that came
             if not piece:
-                raise Cut("the connection ended early")
+                raise ConnectionCut("the connection ended early")
             job.part.append(piece)
             job.progress.note(job.part.length)
             self.bytes_received[source] += len(piece)
@@ -228,9 +228,9 @@ def _cause(job: _FetchJob, error: Exception) -> str:
 
 
 def _check_answer(file: ChainFile, answer: http.client.HTTPResponse, have: int) -> None:
-    """Raises `Cut` or `NotYet` where asking again may help, else `WeightsUnreachable` or `WeightsRefused`."""
+    """Raises `ConnectionCut` or `FetchBusy` if asking again may help, else `WeightsUnreachable` or `WeightsRefused`."""
     if answer.status == http.client.SERVICE_UNAVAILABLE and answer.getheader("Retry-After"):
-        raise NotYet("another server is fetching it")
+        raise FetchBusy("another server is fetching it")
     if 400 <= answer.status < 500 and answer.status != http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
         body = answer.read(200).decode(errors="replace")
         raise WeightsUnreachable(f"version {file.version}: {file.place}: {answer.status} {body}")
@@ -238,7 +238,7 @@ def _check_answer(file: ChainFile, answer: http.client.HTTPResponse, have: int) 
     if answer.status == http.client.PARTIAL_CONTENT and answer.getheader("Content-Range") == begins:
         return
     if answer.status >= 500:
-        raise Cut(f"{answer.status} {answer.reason}")
+        raise ConnectionCut(f"{answer.status} {answer.reason}")
     raise WeightsRefused(
         f"version {file.version}: {file.place} answers {answer.status} {answer.getheader('Content-Range')},"
         f" the manifest promises {begins}"

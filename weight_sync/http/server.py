@@ -98,7 +98,7 @@ class FileServer:
         shared = bool(asking) and path.stat().st_size >= self._share_from_bytes
         if shared and self._turn(path, asking, request) != TRAINER:
             raise web.HTTPServiceUnavailable(text="another server is fetching it", headers={"Retry-After": "1"})
-        return _Counted(self, path, asking)
+        return _CountedResponse(self, path, asking)
 
     def _turn(self, path: Path, asking: str, request: web.Request) -> str | None:
         avoid = set(request.headers.get(AVOID, "").split(","))
@@ -146,7 +146,7 @@ class FileServer:
             self._turns.gave_up(name, asking)
 
 
-class _Counted(web.FileResponse):
+class _CountedResponse(web.FileResponse):
     """A file; whatever ends it, its server hears."""
 
     def __init__(self, server: FileServer, path: Path, asking: str) -> None:

@@ -49,7 +49,7 @@ class FsProbe:
     async def look_for(self, within_s: float = 10.0) -> str | None:
         """None once this machine sees it, else what to tell people. A shared disk may show new files late."""
         deadline = time.monotonic() + within_s
-        while not self._seen():
+        while not self._exists():
             if time.monotonic() >= deadline:
                 return (
                     f"machine {socket.gethostname()} does not see {self.path.parent}: metrics and checkpoints are"
@@ -58,7 +58,7 @@ class FsProbe:
             await asyncio.sleep(LOOK_AGAIN_S)
         return None
 
-    def _seen(self) -> bool:
+    def _exists(self) -> bool:
         try:
             return self.path.read_text() == self.text
         except OSError:

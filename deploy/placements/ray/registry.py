@@ -27,16 +27,16 @@ class RunRegistry:
     """No secret ever lies here: everybody in the cluster may read it."""
 
     def __init__(self) -> None:
-        self._wanted: dict[str, int] = {}
+        self._requested_counts: dict[str, int] = {}
         self._shown: dict[str, Any] = {}
 
     def ask(self, counts: dict[str, int]) -> None:
-        self._wanted.update(counts)
+        self._requested_counts.update(counts)
 
     def take(self, shown: dict[str, Any]) -> dict[str, int]:
         """Return the requests since the last call; `shown` is displayed from now on."""
         self._shown = shown
-        requests, self._wanted = self._wanted, {}
+        requests, self._requested_counts = self._requested_counts, {}
         return requests
 
     def shown(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from penstock.rollout_server.engines.hf.sampling import Live
+from penstock.rollout_server.engines.hf.sampling import ActiveRequest
 
 PAGE_TOKENS = 16
 """Prefixes are found by whole pages, and then used to their last common token."""
@@ -28,7 +28,7 @@ Planes = list[torch.Tensor]
 
 
 @dataclass(slots=True, kw_only=True)
-class Row(Live):
+class Row(ActiveRequest):
     """A request, and where its keys and values are."""
 
     ids: list[int]

@@ -124,7 +124,7 @@ class HFEngine:
     async def load_weights(self, manifest: Manifest) -> LoadReport:
         """See `Engine.load_weights`; one at a time."""
         async with self._one_load_at_a_time:
-            reply = _done(await self.child.call("load", self._timeout_s, manifest=manifest.as_dict()))
+            reply = _check_reply(await self.child.call("load", self._timeout_s, manifest=manifest.as_dict()))
             self.stands_still = False
         return LoadReport(**reply["report"])
 
@@ -139,7 +139,7 @@ class HFEngine:
 
     async def stage_weights(self, offer: Offer) -> str:
         reply = await self.child.call("stage", offer.deadline_s + STAGE_S, offer=offer.as_dict())
-        return str(_done(reply)["state"])
+        return str(_check_reply(reply)["state"])
 
     async def receive_weights(self, offer: Offer) -> str:
         async with self._one_load_at_a_time:
@@ -147,7 +147,7 @@ class HFEngine:
             reply = await self.child.call("receive", offer.deadline_s + STAGE_S, offer=offer.as_dict())
             if "refused" in reply or "lost" in reply:
                 self.stands_still = before
-            return str(_done(reply)["state"])
+            return str(_check_reply(reply)["state"])
 
     def will_sleep(self, level: SleepLevel) -> None:
         """See `SleepingEngine`: any of these processes can."""
@@ -180,7 +180,7 @@ class HFEngine:
         return self.child.tail()
 
 
-def _done(reply: dict[str, Any]) -> dict[str, Any]:
+def _check_reply(reply: dict[str, Any]) -> dict[str, Any]:
     """The reply of a call that did its work. Raises `WeightsRefused`, `WeightsUnreachable`, `WeightsBroken`."""
     for key, kind in (("refused", WeightsRefused), ("lost", WeightsUnreachable), ("broken", WeightsBroken)):
         if key in reply:

@@ -39,7 +39,7 @@ from penstock.weight_sync import (
 )
 
 
-class Halting(Protocol):
+class PausableBatcher(Protocol):
     """A batcher, as far as it stands still."""
 
     @property
@@ -77,7 +77,7 @@ class InPlaceTargets:
         self._state = model.state_dict()
         self._parts: dict[str, torch.Tensor] = {}
         """Tensors of parameters that are put together and are not complete."""
-        self._made: dict[str, str] = {}
+        self._joined_checksums: dict[str, str] = {}
         """Checksums of parameters that were put together."""
         offered = {tensor.name: tensor for tensor in tensors}
         self._destinations = dict(self._plan(offered))
@@ -104,7 +104,7 @@ class InPlaceTargets:
             joined = self._joined(destination.parameter, parts)
             with torch.no_grad():
                 target.copy_(joined)
-            self._made[destination.parameter] = checksum(joined.to(target.dtype))
+            self._joined_checksums[destination.parameter] = checksum(joined.to(target.dtype))
 
     def check_tied(self, entries: Iterable[TensorEntry]) -> None:
         """Raises `WeightsRefused` where tensors of one parameter differ. `entries`: of the whole stream."""
@@ -121,7 +121,7 @@ class InPlaceTargets:
         """Compares the model with the received tensors, `entries` of the whole stream. Raises `DamagedMemory`."""
         for entry in entries:
             destination = self._destinations[entry.name]
-            xxh3 = entry.xxh3 if destination.bytes is not None else self._made[destination.parameter]
+            xxh3 = entry.xxh3 if destination.bytes is not None else self._joined_checksums[destination.parameter]
             if checksum(self._state[destination.parameter]) != xxh3:
                 raise DamagedMemory(f"tensor {entry.name!r} does not hold what was copied into it")
 
@@ -162,7 +162,7 @@ class InPlaceTargets:
 class InPlaceReceiver:
     """The engine's process has one. Its methods are for one thread at a time, not the decoding one."""
 
-    def __init__(self, model: torch.nn.Module, batcher: Halting, names: Callable[[], HubNames | None]) -> None:
+    def __init__(self, model: torch.nn.Module, batcher: PausableBatcher, names: Callable[[], HubNames | None]) -> None:
         self._model, self._batcher, self._names = model, batcher, names
         self._whole: tuple[str, str] | None = None
         """(name of the broadcast, state of its tensors) of what the model holds and the trainer has not announced."""

@@ -29,7 +29,7 @@ BELOW_ONE = 1.0 - 2.0**-40
 
 
 @dataclass(slots=True)
-class Live:
+class ActiveRequest:
     """A request that was added and is not yet answered in full."""
 
     record: Record
@@ -51,7 +51,7 @@ class Live:
         )
 
 
-L = TypeVar("L", bound=Live)
+L = TypeVar("L", bound=ActiveRequest)
 H = TypeVar("H")
 
 

@@ -48,7 +48,7 @@ with uncollected():
     from penstock.rollout_server.engines.hf.batch import Batcher
     from penstock.rollout_server.engines.hf.in_place import InPlaceReceiver
     from penstock.rollout_server.engines.hf.vision import VisionBatcher
-    from penstock.rollout_server.engines.hf.weights import Copy, GivenUpWeights, plan_copies
+    from penstock.rollout_server.engines.hf.weights import Copy, OffloadedWeights, plan_copies
     from penstock.rollout_server.protocol import EngineInfo, ImageRef, Sampling
     from penstock.weight_sync import (
         HubNames,
@@ -89,7 +89,7 @@ class HFServer:
         """The last task of each kind of message that takes long: a task that nothing refers to may be collected."""
         self._work = {"load": self._load, "stage": self._stage, "receive": self._receive, "sleep": self._sleep}
         """Long work, by the kind of message."""
-        self.given_up = GivenUpWeights(self.model)
+        self.given_up = OffloadedWeights(self.model)
         self._in_place = InPlaceReceiver(self.model, self.batcher, lambda: self._names)
 
     @cached_property

@@ -20,13 +20,13 @@ import torch
 from transformers import AutoImageProcessor, DynamicCache
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.hf.sampling import HaltingRequests, Live, Record, Sampler
+from penstock.rollout_server.engines.hf.sampling import ActiveRequest, HaltingRequests, Record, Sampler
 from penstock.rollout_server.pictures import read_images
 from penstock.rollout_server.protocol import ImageRef, Sampling
 
 
 @dataclass(slots=True)
-class Seeing(Live):
+class VisionRequest(ActiveRequest):
     """One request."""
 
     ids: list[int] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Seeing(Live):
     """Lag of positions behind ids, because the rows of an image share positions; the model keeps only one."""
 
 
-class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
+class VisionBatcher(HaltingRequests[VisionRequest, tuple[float, list[VisionRequest]]]):
     """All methods but `swap`, `halt`, `go_on` and `sleep` are for the event loop that made it."""
 
     kv_blocks_in_use = 0
@@ -59,7 +59,7 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
     # requests ------------------------------------------------------------------------------------------------------
     def add(self, name: str, token_ids: list[int], sampling: Sampling, images: Sequence[ImageRef] = ()) -> None:
         """Queue a request; its tokens come out of `collect`."""
-        self._live[name] = Seeing(Record(sampling, len(token_ids)), ids=list(token_ids), images=tuple(images))
+        self._live[name] = VisionRequest(Record(sampling, len(token_ids)), ids=list(token_ids), images=tuple(images))
         self._news.set()
 
     def cancel(self, name: str) -> None:
@@ -82,7 +82,7 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
         in_flight = 0 if self._config.pause == "abort" else len(begun)
         return time.perf_counter() - paused, load_s, in_flight
 
-    def _stop_decoding(self) -> tuple[float, list[Seeing]]:
+    def _stop_decoding(self) -> tuple[float, list[VisionRequest]]:
         # A copy: the event loop adds requests meanwhile, and this is the loader's thread.
         every = list(self._live.values())
         return time.perf_counter(), [live for live in every if live.cache is not None and not live.finish_reason]
@@ -102,7 +102,7 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
             return False
         if self._halt is not None:
             return False
-        room, admitted = self._config.kv_cache_tokens, list[Seeing]()
+        room, admitted = self._config.kv_cache_tokens, list[VisionRequest]()
         for live in list(self._live.values())[: self._config.max_concurrent]:
             room -= live.record.context_len + live.record.sampling.max_new_tokens
             if room < 0:
@@ -112,7 +112,7 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
             self._take_turn(live)
         return bool(admitted)
 
-    def _take_turn(self, live: Seeing) -> None:
+    def _take_turn(self, live: VisionRequest) -> None:
         with self._turn:
             self._turn.wait_for(lambda: not self._swaps_waiting, timeout=self._config.request_timeout_s)
             if live.finish_reason or live.error or self._halt is not None:
@@ -126,7 +126,7 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
             self._on_finish()
 
     @torch.no_grad()
-    def _step(self, live: Seeing) -> None:
+    def _step(self, live: VisionRequest) -> None:
         inputs: Mapping[str, torch.Tensor] = {"input_ids": torch.tensor([live.ids[-1:]])}
         if live.cache is None:
             inputs, live.rope_deltas = self._first_inputs(live), None
@@ -144,7 +144,7 @@ class VisionBatcher(HaltingRequests[Seeing, tuple[float, list[Seeing]]]):
         elif len(live.record.samples) == sampling.max_new_tokens:
             live.finish_reason = "length"
 
-    def _first_inputs(self, live: Seeing) -> Mapping[str, torch.Tensor]:
+    def _first_inputs(self, live: VisionRequest) -> Mapping[str, torch.Tensor]:
         from PIL import Image
 
         ids = torch.tensor([live.ids])

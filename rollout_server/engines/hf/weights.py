@@ -64,7 +64,7 @@ def _plan_one(version: int, name: str, target: torch.Tensor, source: torch.Tenso
     return Copy(name, target, rounded, checksum(rounded))
 
 
-class GivenUpWeights:
+class OffloadedWeights:
     """A model's parameters in the trainer's turn: moved to host memory, which is where they are anyway, or dropped."""
 
     def __init__(self, model: torch.nn.Module) -> None:

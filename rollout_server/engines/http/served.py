@@ -49,7 +49,7 @@ class ServedEngine:
         self._config, self._model = config, model
         self._url = config.url.rstrip("/").removesuffix("/v1")
         self._http: aiohttp.ClientSession | None = None
-        self._served: dict[str, Any] = {}
+        self._model_entry: dict[str, Any] = {}
         """The server's own entry in /v1/models."""
 
     async def start(self) -> EngineInfo:
@@ -63,14 +63,14 @@ class ServedEngine:
             read_bufsize=READ_BYTES,
         )
         try:
-            self._served = (await self._get("v1/models"))["data"][0]
+            self._model_entry = (await self._get("v1/models"))["data"][0]
             await self._try_out()
         except (LookupError, TypeError) as error:
             raise EngineError(f"{self._url}/v1/models lists no model: {error!r}") from error
-        longest = self._served.get("max_model_len") or self._config.max_model_len
+        longest = self._model_entry.get("max_model_len") or self._config.max_model_len
         return EngineInfo(
             name="served",
-            engine_version=f"{self._served.get('id')} at {self._url}",
+            engine_version=f"{self._model_entry.get('id')} at {self._url}",
             version=0,
             vocab_size=vocab_size(self._model),
             max_model_len=min(int(longest), self._config.max_model_len),
@@ -83,7 +83,7 @@ class ServedEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
         ended = False
-        answer = self._ours if self._served.get("owned_by") == OURS else self._theirs
+        answer = self._ours if self._model_entry.get("owned_by") == OURS else self._theirs
         async with aclosing(answer(request)) as chunks:
             async for chunk in chunks:
                 ended = chunk.finish_reason is not None
@@ -139,7 +139,7 @@ class ServedEngine:
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         sampling = request.sampling
         body: dict[str, Any] = {
-            "model": self._served["id"],
+            "model": self._model_entry["id"],
             "prompt": request.token_ids,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,

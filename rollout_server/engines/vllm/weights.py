@@ -112,7 +112,7 @@ class VLLMWeights(HttpWeights[Manifest]):
                 if alone:
                     await self.server.call("POST", "/finish_weight_update")  # without a label
             deadline = time.monotonic() + offer.deadline_s + STAGE_S
-            while not (answers := _said(report)) and time.monotonic() < deadline:
+            while not (answers := _verdicts(report)) and time.monotonic() < deadline:
                 if not self.server.alive:
                     raise EngineError(f"vLLM's workers did not receive a broadcast; {self.server.cause()}")
                 await asyncio.sleep(READ_POLL_S)
@@ -157,7 +157,7 @@ class VLLMWeights(HttpWeights[Manifest]):
             async with self._calls:
                 await self._tell("receive", report, timeout_s=offer.deadline_s + STAGE_S)
             await self._finish()  # without a label
-            answers = _said(report)
+            answers = _verdicts(report)
         pause.receive_s = time.monotonic() - began
         if len(answers) == self.world_size and all(one.startswith(LOST) for one in answers):
             await self._label(str(self.version))
@@ -221,7 +221,7 @@ class VLLMWeights(HttpWeights[Manifest]):
         """The first complaint, or empty once every worker has none. Raises `EngineError` where one did not `what`."""
         deadline = time.monotonic() + self.server.timeout_s
         while True:
-            verdicts = _said(report)
+            verdicts = _verdicts(report)
             if any(verdicts) or len(verdicts) >= self.world_size:
                 return next(filter(None, verdicts), "")
             if not self.server.alive or time.monotonic() > deadline:
@@ -276,6 +276,6 @@ class VLLMWeights(HttpWeights[Manifest]):
             raise EngineError(f"vLLM says that it is {answer['status']} after /wake_up{tags}; {self.server.cause()}")
 
 
-def _said(report: Path) -> list[str]:
+def _verdicts(report: Path) -> list[str]:
     """See `worker.FileUpdateInfo.report`."""
     return [file.read_text() for file in report.glob("[0-9]*")]

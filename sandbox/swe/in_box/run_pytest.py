@@ -46,7 +46,9 @@ def main() -> None:
     paths = [os.path.abspath(path) for path in job["paths"][1:]]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH", "")]))
     sys.argv = ["pytest", *job["arguments"]]
-    code = pytest.main(chosen, plugins=[Parameters(sign, job.pop("parameters"), job["observed"]), Witness(sign, job)])
+    code = pytest.main(
+        chosen, plugins=[Parameters(sign, job.pop("parameters"), job["observed"]), OutcomeReporter(sign, job)]
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     REAL(int(code))  # without waiting for threads that the tests left
@@ -75,7 +77,7 @@ def signer(key: bytes, path: str) -> Sign:
     return sign
 
 
-class Witness:
+class OutcomeReporter:
     """A plugin that says of each test how it ended."""
 
     def __init__(self, sign: Sign, job: dict[str, Any]) -> None:

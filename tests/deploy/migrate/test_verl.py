@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.deploy import RunConfig, app, load_config
-from penstock.deploy.migrate.convert import Migrated, migrate
+from penstock.deploy.migrate.convert import Migration, migrate
 from penstock.deploy.migrate.source import BadSource, read_source
 from penstock.deploy.migrate.table import ABSENT, load_table
 
@@ -26,7 +26,7 @@ REAL = {
 SHORT = ("data.train_files=train.parquet", "trainer.total_training_steps=10", "actor_rollout_ref.rollout.name=vllm")
 
 
-def made(*overrides: str) -> Migrated:
+def made(*overrides: str) -> Migration:
     return migrate(read_source(None, [*SHORT, *overrides]), load_table("verl"))
 
 
@@ -34,7 +34,7 @@ def recipe(*overrides: str) -> RunConfig:
     return made(*overrides).check()
 
 
-def assert_nothing_lost(flat: dict[str, Any], migrated: Migrated) -> None:
+def assert_nothing_lost(flat: dict[str, Any], migrated: Migration) -> None:
     account = migrated.account
     parts = [set(account.mapped), {one.key for one in account.unmapped}, set(account.ignored)]
     assert set().union(*parts) == set(flat)

@@ -76,7 +76,7 @@ async def test_grade_what_the_code_says_of_itself_is_not_believed(sandbox, task,
 
 
 WITNESS = (
-    "import gc\nwitness = next(one for one in gc.get_objects() if type(one).__name__ == 'Witness')\n"
+    "import gc\nwitness = next(one for one in gc.get_objects() if type(one).__name__ == 'OutcomeReporter')\n"
     "honest = witness.sign\n"
 )
 AGAINST_THIS_RUNNER = {

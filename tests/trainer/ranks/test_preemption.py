@@ -18,7 +18,7 @@ from trainer_support import assert_weights, check_accounts, final_weights, lines
 
 from penstock.trainer import train
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.trainer.ranks.preemption import Preemption, StepGivenUp
+from penstock.trainer.ranks.preemption import Preemption, StepAbandoned
 
 pytestmark = pytest.mark.torch
 STEPS = 6
@@ -34,7 +34,7 @@ def test_a_step_is_given_up_only_before_weights_change(ranks: Any) -> None:
     preemption.check()  # no step is under way
     preemption.begin_step()
     random = torch.rand(3)
-    with pytest.raises(StepGivenUp):
+    with pytest.raises(StepAbandoned):
         preemption.check()
     assert torch.equal(torch.rand(3), random), "the generator is as before the step"
     preemption.check()

@@ -31,7 +31,7 @@ from penstock.weight_sync import (
     JoinedBroadcast,
     Offer,
     StagedWeights,
-    Streamed,
+    StreamedVersion,
     WeightsBroken,
     WeightsUnreachable,
     state_of,
@@ -93,7 +93,7 @@ class Broadcast:
         here = {"trainer": "127.0.0.1", "here": "127.0.0.1"}
         return sending, [replace(offer, **here) for offer in await asyncio.gather(*waiting) if offer]
 
-    def run(self, threads: ThreadPoolExecutor, path: Path) -> tuple[Streamed, list[Future[Any]]]:
+    def run(self, threads: ThreadPoolExecutor, path: Path) -> tuple[StreamedVersion, list[Future[Any]]]:
         """What rank 0 says of the version, whose file is `path`, and what the workers have."""
         workers = [threads.submit(self.receive, *place) for place in self.places]
         bucket_bytes = self.places[0][0].bucket_bytes

@@ -72,7 +72,7 @@ class SideStream:
         self._cuda.current_stream(self._device).wait_event(copied)
 
 
-class AtOnce:
+class SynchronousCopies:
     """Copies at once, on devices without streams."""
 
     def copy(self, pairs: Pairs) -> None:
@@ -278,7 +278,7 @@ class _Split:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class _SavedTensor:
     """Stands in for a tensor in autograd's graph: the way to make it again."""
 
     layer: _Layer
@@ -292,7 +292,7 @@ class _Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptTensor:
     layer: _Layer
     tensor: Tensor
 
@@ -303,7 +303,7 @@ class ActivationOffload:
     def __init__(self, device: torch.device, copies: Copies | None = None, buffers: HostBuffers | None = None) -> None:
         on_cuda = device.type == "cuda"
         self._device = device
-        self._copies = copies or (SideStream(device) if on_cuda else AtOnce())
+        self._copies = copies or (SideStream(device) if on_cuda else SynchronousCopies())
         self.buffers = buffers or HostBuffers(pinned=on_cuda)
         self._known: weakref.WeakValueDictionary[int, _Activation] = weakref.WeakValueDictionary()
         """By storage."""
@@ -331,24 +331,24 @@ class ActivationOffload:
 
         block.forward = wrapped
 
-    def _pack(self, layer: _Layer, staying: set[int], tensor: Tensor) -> _Saved | _Kept:
+    def _pack(self, layer: _Layer, staying: set[int], tensor: Tensor) -> _SavedTensor | _KeptTensor:
         local = on_this_rank(tensor)
         if type(local) not in (Tensor, nn.Parameter) or local.device.type != self._device.type:
-            return _Kept(layer, tensor)
+            return _KeptTensor(layer, tensor)
         storage = local.untyped_storage()
         if storage._cdata in staying or storage.nbytes() < SMALLEST_BYTES or local.layout is not torch.strided:
-            return _Kept(layer, tensor)
+            return _KeptTensor(layer, tensor)
         activation = self._known.get(storage._cdata)
         if activation is None or not activation.is_of(local):
             activation = self._known[storage._cdata] = _Activation(local.detach(), self._copies, self.buffers)
         layer.add(activation)
         offset = int(local.storage_offset())
-        return _Saved(layer, activation, local.dtype, offset, local.size(), local.stride(), _Split.of(tensor))
+        return _SavedTensor(layer, activation, local.dtype, offset, local.size(), local.stride(), _Split.of(tensor))
 
 
-def _unpack(saved: _Saved | _Kept) -> Tensor:
+def _unpack(saved: _SavedTensor | _KeptTensor) -> Tensor:
     saved.layer.come_back()
-    if isinstance(saved, _Kept):
+    if isinstance(saved, _KeptTensor):
         return saved.tensor
     storage = saved.activation.storage()
     local = torch.empty(0, dtype=saved.dtype, device=storage.device)

@@ -190,11 +190,11 @@ def _one_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int
     gqa = q.shape[1] != k.shape[1]
     if length == keys and (window is None or length <= window):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
-    seen = _seen(length, keys, window, q.device)
+    seen = _visible_mask(length, keys, window, q.device)
     return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=gqa)
 
 
-def _seen(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def _visible_mask(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """[length, keys]: which keys each of the last `length` places sees."""
     places = torch.arange(keys, device=device)
     distance = places[keys - length :, None] - places
@@ -222,7 +222,7 @@ def _capped_tile(
     k, v = k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_seen(q.shape[2], k.shape[2], window, q.device), -torch.inf)
+    scores = scores.masked_fill(~_visible_mask(q.shape[2], k.shape[2], window, q.device), -torch.inf)
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 

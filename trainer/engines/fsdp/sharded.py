@@ -54,7 +54,7 @@ from penstock.trainer.job import BadJob
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.ranks.layout import RankLayout
-from penstock.trainer.ranks.preemption import Preemption, StepGivenUp
+from penstock.trainer.ranks.preemption import Preemption, StepAbandoned
 
 
 class ShardedModule:
@@ -93,7 +93,7 @@ class ShardedModule:
 
     def _in_step(self, packs: Sequence[Pack]) -> Iterator[tuple[Pack, bool]]:
         """Each pack, and whether it is the last. As many on every rank: each forward and backward is a collective.
-        Between two of them the step may be given up: raises `StepGivenUp`."""
+        Between two of them the step may be given up: raises `StepAbandoned`."""
         count = int(self._ranks.max(len(packs)))
         for number, pack in enumerate((*packs, *(empty_pack() for _ in range(count - len(packs)))), 1):
             self._preemption.check()
@@ -135,7 +135,7 @@ class TrainableModule(ShardedModule):
         """
         try:
             return self._accumulate(packs, loss, divisor)
-        except StepGivenUp:
+        except StepAbandoned:
             self.optimizer.zero_grad(set_to_none=True)
             self.reshard()
             raise

@@ -26,7 +26,7 @@ class CannotSplitModel(BadJob):
     """The model cannot be shared out over a tensor group; the message says why."""
 
 
-class Whole(ParallelStyle):
+class ReplicatedWhole(ParallelStyle):
     """Parameters whole on every rank; so is what the module is given, and what it says."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -44,7 +44,7 @@ class Whole(ParallelStyle):
         return Replicate()
 
 
-class OfOwnHeads(Whole):
+class ReplicatedPerHead(ReplicatedWhole):
     """Parameters whole on every rank, given [1, L, this rank's heads, D]: their gradient is summed over the group."""
 
     def _placement(self, value: torch.Tensor) -> Any:
@@ -56,7 +56,7 @@ STYLES: Mapping[str, tuple[Callable[..., ParallelStyle], Mapping[str, Any]]] = {
     "rowwise": (RowwiseParallel, {}),
     "colwise_gather_output": (ColwiseParallel, {"output_layouts": Replicate()}),
     "embedding_rowwise": (RowwiseParallel, {"input_layouts": Replicate()}),
-    "replicated_with_grad_allreduce": (OfOwnHeads, {}),
+    "replicated_with_grad_allreduce": (ReplicatedPerHead, {}),
 }
 """transformers' names → torch's."""
 LORA: Mapping[str, Mapping[str, str]] = {
@@ -80,7 +80,7 @@ def split_over(owner: Any, mesh: DeviceMesh) -> None:
                 f"{name} ({type(module).__name__}) has parameters of its own beside those of its parts"
             )
         # Every rank has loaded the same weights: each takes its part without asking another.
-        kind, arguments = STYLES[plan[name]] if name in plan else (Whole, {})
+        kind, arguments = STYLES[plan[name]] if name in plan else (ReplicatedWhole, {})
         parallelize_module(module, mesh, kind(**arguments), src_data_rank=None)
     if tied:  # each of the two was distributed by itself
         head.weight = model.get_input_embeddings().weight

@@ -74,8 +74,8 @@ class Vision:
         self._rope_index = rope_index
         self._processor = processor
         self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
-        self._held = 0
+        self._cached_pixels: OrderedDict[bytes, Pixels] = OrderedDict()
+        self._cached_bytes = 0
         self.blank = self._pixels_of(_blank())
 
     @classmethod
@@ -108,13 +108,13 @@ class Vision:
         """Of an encoded image. Raises what Pillow raises for one that is none."""
         from PIL import Image
 
-        pixels = self._kept.pop(image, None)
+        pixels = self._cached_pixels.pop(image, None)
         if pixels is None:
             pixels = self._pixels_of(Image.open(io.BytesIO(image)).convert("RGB"))
-            self._held += pixels.nbytes
-        self._kept[image] = pixels
-        while self._held > self._kept_bytes and len(self._kept) > 1:
-            self._held -= self._kept.popitem(last=False)[1].nbytes
+            self._cached_bytes += pixels.nbytes
+        self._cached_pixels[image] = pixels
+        while self._cached_bytes > self._kept_bytes and len(self._cached_pixels) > 1:
+            self._cached_bytes -= self._cached_pixels.popitem(last=False)[1].nbytes
         return pixels
 
     def _pixels_of(self, image: Any) -> Pixels:

@@ -43,7 +43,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ContextShare:
     """A packed layout over context ranks, seen from one of them. L = tokens of the pack."""
 
     bounds: Tensor
@@ -101,7 +101,7 @@ def packed(pack: Pack, align: int, contexts: int, context: int) -> Inputs:
     return Inputs(arguments, own, torch.zeros_like(own), cut.place[pack.predictors[own]], tokens, place, cut.length)
 
 
-def cut_rows(pack: Pack, align: int, contexts: int, context: int) -> Cut:
+def cut_rows(pack: Pack, align: int, contexts: int, context: int) -> ContextShare:
     """See `packed`."""
     lengths = pack.row_bounds.diff().long()
     filled = (lengths + align - 1) // align * align
@@ -109,9 +109,9 @@ def cut_rows(pack: Pack, align: int, contexts: int, context: int) -> Cut:
     line = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     if contexts == 1:
         mine = torch.ones_like(pack.ids, dtype=torch.bool)
-        return Cut(bounds.int(), mine, bounds[line] + pack.positions, int(bounds[-1]))
+        return ContextShare(bounds.int(), mine, bounds[line] + pack.positions, int(bounds[-1]))
     piece_length = (filled // (2 * contexts))[line]
     piece, offset = pack.positions // piece_length, pack.positions % piece_length
     first, second = piece == context, piece == 2 * contexts - 1 - context
     place = bounds[line] // contexts + torch.where(second, piece_length, 0) + offset
-    return Cut(bounds.int(), first | second, place, int(bounds[-1]) // contexts)
+    return ContextShare(bounds.int(), first | second, place, int(bounds[-1]) // contexts)

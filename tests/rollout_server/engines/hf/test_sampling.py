@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from penstock.rollout_server import Sampling
-from penstock.rollout_server.engines.hf.sampling import Live, LiveRequests, Record, Sampler
+from penstock.rollout_server.engines.hf.sampling import ActiveRequest, LiveRequests, Record, Sampler
 
 pytestmark = pytest.mark.torch
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -6.0])
@@ -56,8 +56,8 @@ def test_rows_keep_their_own_settings_and_versions_are_cut_where_they_change() -
         assert logprob == pytest.approx(float(expected[token]), abs=1e-6)
 
 
-class OneRequest(LiveRequests[Live]):
-    def __init__(self, live: Live) -> None:
+class OneRequest(LiveRequests[ActiveRequest]):
+    def __init__(self, live: ActiveRequest) -> None:
         super().__init__(lambda: None)
         self._live["one"] = live
 
@@ -66,7 +66,7 @@ def test_an_end_that_comes_after_its_last_token_was_sent_brings_no_token_and_no_
     record = Record(Sampling(), context_len=2, routed_from=0)
     record.routed.append(np.zeros((2, 1, 1), np.uint8))
     record.append(5, -0.5, version=3)
-    live = Live(record)
+    live = ActiveRequest(record)
     requests = OneRequest(live)
     ((_, token),) = requests.collect()
     live.finish_reason = "length"
