@@ -169,7 +169,7 @@ class AgentLoopBase(ABC):
 
 
 async def _branch(work: Awaitable[T]) -> T:
-    """A task of its own, so that a `SystemExit` would end the process."""
+    """A separate task, so that a `SystemExit` would end the process."""
     try:
         return await work
     except SystemExit as error:

@@ -36,7 +36,7 @@ class Concurrency:
 
     def __init__(self, most: int, server_requests: int, restarts: int = 0) -> None:
         """Begins with `most`, after each restart with a quarter of it: an episode that ends its workers is soon alone,
-        and only its own lost leases go on to be counted.
+        and only its own lost leases are still counted.
 
         `server_requests`: requests in flight above which a server counts as loaded; 0: load is ignored.
         """

@@ -56,7 +56,7 @@ class TeacherConfig(BaseModel):
         "PENSTOCK_TEACHER_TOKEN", description="Environment variable of its bearer token; unset: none is sent."
     )
     timeout_s: float = Field(120.0, gt=0, description="Of one request, which judges one segment.")
-    retries: int = Field(30, ge=0, description="Further requests where it was busy or not reached, with pauses.")
+    retries: int = Field(30, ge=0, description="Further requests if it was busy or not reached, with pauses.")
     deadline_s: float = Field(
         240.0,
         gt=0,
@@ -130,7 +130,7 @@ class AgentConfig(BaseModel):
     parser: Literal["auto", ParserName] = Field(
         "auto",
         description="Format of the model's tool calls, see docs/tools.md. auto: of the only parser that reads those"
-        " of its chat template; where there is no such one, tools are refused.",
+        " of its chat template; if there is none, tools are refused.",
     )
     thinking_history: Literal["keep", "strip"] = Field(
         "keep", description="Old thinking: kept token for token, or a new segment where the chat template drops it."
@@ -147,7 +147,7 @@ class AgentConfig(BaseModel):
     rewards: RewardsConfig = RewardsConfig()
     sources: dict[str, SourceConfig] = Field(
         default_factory=dict,
-        description="Data source or pattern (`my_*`) → loop, tools and limits of its tasks, where they differ.",
+        description="Data source or pattern (`my_*`) → loop, tools and limits of its tasks, if not the run's.",
     )
     teachers: dict[str, TeacherConfig] = Field(
         default_factory=dict,
@@ -165,7 +165,7 @@ class AgentConfig(BaseModel):
             if hosts.setdefault(teacher.key_variable, host) != host:
                 raise ValueError(
                     f"{source}: key_variable {teacher.key_variable} holds the token of the teacher at"
-                    f" {hosts[teacher.key_variable]}, {host} would get it too; name a variable of its own"
+                    f" {hosts[teacher.key_variable]}, {host} would get it too; name a separate variable"
                 )
         return teachers
 

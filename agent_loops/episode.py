@@ -232,7 +232,7 @@ class FinishedAttempt:
     """Name of the loop's class."""
 
     async def trajectory(self) -> Trajectory:
-        """Raises `TokenMismatch` for edited outputs, `InfraFailure` if there is no reward, `QueueError`."""
+        """Raises `TokenMismatch` for edited outputs, `InfraFailure` if a reward is missing, `QueueError`."""
         for output in self.outputs:
             check_output(output, self.llm.seen)
         metrics = {**self._numbers(), **{f"tool_reward/{name}": value for name, value in self.tool_rewards.items()}}

@@ -77,7 +77,7 @@ class LoopWatch:
             look = current_call(self._watched)
             if look is None:
                 return  # the loop's thread has ended
-            # Until the next beat each task takes one step, so a task tells its step.
+            # Until the next beat each task takes one step, so a task identifies its step.
             called, place = look
             if step != (current := (beat, id(asyncio.current_task(self._loop)), called)):
                 step, since, reported = current, now, False

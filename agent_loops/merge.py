@@ -19,7 +19,7 @@ from penstock.transfer_queue import EpisodeImages, Lease, Trajectory
 
 
 def as_outputs(returned: Any) -> list[AgentLoopOutput]:
-    """The loop's return value as a list. Raises `InfraFailure("loop")` where it is something else, or empty."""
+    """The loop's return value as a list. Raises `InfraFailure("loop")` if it is something else, or empty."""
     outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
     wrong = [one for one in outputs if not isinstance(one, AgentLoopOutput)]
     if not outputs or wrong:
@@ -75,7 +75,7 @@ def to_trajectory(
 ) -> Trajectory:
     """Segments in order; the episode's outcome is its last segment's. `images`: as `images_of` finds them.
 
-    Raises `InfraFailure("loop")` naming what is no number.
+    Raises `InfraFailure("loop")` naming what is not a number.
     """
     merged_metrics = {key: value for output in outputs for key, value in output.metrics.items()}
     merged_extra = {key: value for output in outputs for key, value in output.extra.items()}
@@ -116,7 +116,7 @@ async def images_of(lease: Lease, outputs: Sequence[AgentLoopOutput]) -> Episode
     """Returns the images that the trajectory carries for its segments; None if they have none.
 
     A file of a tool is read now: it is the tool's, and may be gone before the episode is trained on. Raises
-    `InfraFailure("loop")` where it is gone already.
+    `InfraFailure("loop")` if it is gone already.
     """
     if not any(output.images for output in outputs):
         return None

@@ -54,7 +54,7 @@ def continuity(outputs: Sequence[AgentLoopOutput], decode: Decode, opening_token
         kind = classify(before.tolist(), output.prompt_ids.tolist(), decode)
         if kind is None:
             continue
-        size = min(len(before), len(output.prompt_ids))  # within which they differ: else there is no kind
+        size = min(len(before), len(output.prompt_ids))  # within which they differ: else the kind is undefined
         shared = int(np.argmax(before[:size] != output.prompt_ids[:size]))
         kinds[kind] += 1
         repeated += len(output.prompt_ids)

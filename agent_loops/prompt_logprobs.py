@@ -2,7 +2,7 @@
 
     prompt_logprobs   POST /v1/completions {"prompt": [ids], "max_tokens": 1, "prompt_logprobs": k}
                       → choices[0].prompt_logprobs: [null, {"ID": {"logprob": −1.2}, …}, …]         vLLM, teacher-server
-                      the k likeliest ids, and the prompt's own where it is none of them
+                      the k likeliest ids, and the prompt's own if it is none of them
     echo              POST /v1/completions {"prompt": [ids], "max_tokens": 1, "echo": true, "logprobs": 1}
                       → choices[0].logprobs.token_logprobs: [null, −1.2, …]                         SGLang and others
                       its likeliest tokens are texts, not ids: no top k

@@ -100,12 +100,12 @@ class ReplyEnds:
     stops: tuple[int, ...]
     """A sampled one ends the reply."""
     closers: frozenset[int]
-    """Only close, and so stand for each other; a stop that is no closer opens the next turn."""
+    """Ids that only close a turn are interchangeable; a stop that is not among them opens the next turn."""
     leads: tuple[tuple[int, ...], ...]
     """Beginnings of a delta, longest first: the template's text between a reply and its end, then the end alone."""
 
     def lead_of(self, delta: Sequence[int]) -> tuple[int, ...]:
-        """The one that `delta` begins with; empty where it begins with none."""
+        """The one that `delta` begins with; empty if it begins with none."""
         return next((lead for lead in self.leads if tuple(delta[: len(lead)]) == lead), ())
 
     def repeated(self, last: int, delta: Sequence[int]) -> int:
@@ -144,7 +144,7 @@ class SegmentBuilder:
         self.said: list[Mapping[str, Any]] = []
         """The conversation in messages; `ChatTokens` keeps it where histories are written again."""
         self.said_up_to = 0
-        """Length of the context that `said` tells."""
+        """Length of the context that `said` describes."""
         self.images = list(images)
         """Images in the order of their places in the context."""
         self._placeholders = frozenset(placeholders)
@@ -276,7 +276,7 @@ class SegmentBuilder:
         return False
 
     def _without_repeated_stop(self, ids: Sequence[int]) -> Sequence[int]:
-        """Invariant 1 keeps the sampled stop token where it is; the rendered delta begins with the same one."""
+        """Invariant 1 keeps the sampled stop token in place; the rendered delta begins with the same one."""
         if not ids or not self._row.ends_sampled:
             return ids
         last = self._row.ids[-1]

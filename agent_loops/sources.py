@@ -46,7 +46,7 @@ def tools_of(config: AgentConfig, data_source: str, tools: Mapping[str, BaseTool
 def verify_sources(chat: ChatTokens, config: AgentConfig, tools: Mapping[str, BaseTool]) -> TemplateVerification:
     """`verify_template` with every set of tools that episodes may have; that of all of them is returned.
 
-    A role that cannot follow a reply under one set is refused under all, and begins a new segment where it does under
+    A role that cannot follow a reply under one set is refused under all, and begins a new segment if it does under
     all that refuse it. Raises `LoadError`, `TemplateError`.
     """
     sets = {tuple(subset): subset for subset in (tools_of(config, source, tools) for source in config.sources)}

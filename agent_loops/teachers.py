@@ -7,7 +7,8 @@ trajectory ─► teacher of its data source ─► per segment: ids in, logprob
 `prompt_logprobs` has the requests and answers; which of them a server knows is found out at the first one.
 Asked by the agent worker (or gateway) between reward and `complete`, so that what is trained on is recorded: a replayed
 step has the same numbers, and the trainer waits for no teacher. A teacher that fails is asked again, with pauses, until
-`deadline_s`; then the episode ends as ``infra_error(teacher)`` and is tried again. It never has a number of its own.
+`deadline_s`; then the episode ends as ``infra_error(teacher)`` and is tried again. A failed row gets no
+made-up number.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ class Teacher:
             raise ToolInfraError(COMPONENT, f"{self._url}/v1/models lists no model") from error
 
     async def _check_vocabulary(self, encoded: Sequence[int]) -> bool:
-        """Returns False if there is no such route. Raises `ToolInfraError`, and `BadTeacher` if its ids differ."""
+        """Returns False if the route does not exist. Raises `ToolInfraError`, and `BadTeacher` if its ids differ."""
         body = {"model": self._model, "prompt": PROBE, "add_special_tokens": False}
         try:
             answer = await self._post("tokenize", body)

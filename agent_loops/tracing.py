@@ -90,7 +90,7 @@ def begin_trace(on_span: OnSpan | None = None, exported: EpisodeSpans | None = N
 
 
 class span:
-    """Time a block, also where it fails; nothing where no episode runs. What it gives takes further facts.
+    """Time a block, also if it fails; nothing where no episode runs. What it gives takes further facts.
 
     A class: two of them are entered in every turn, and a generator costs several times as much.
     """
@@ -211,7 +211,7 @@ def trajectory_facts(trajectory: Any) -> dict[str, Any]:
 
 
 def traced(sandbox: Sandbox) -> Sandbox:
-    """The same sandbox, told about where spans are on."""
+    """The same sandbox; its calls are spans if tracing is on."""
     return cast(Sandbox, _TracedProxy(sandbox)) if spans_on() else sandbox
 
 

@@ -235,7 +235,7 @@ class Worker:
         while isinstance(client, WatchedClient):
             await asyncio.sleep(ADAPT_S)
             if self._job.restarts and not self.stats.outcomes:
-                continue  # one of its episodes may have ended the worker before: no more beside it until one has ended
+                continue  # one of its episodes may have ended the worker before: no more next to it until one has ended
             try:
                 servers = await client.servers()
             except QueueError as error:

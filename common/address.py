@@ -1,9 +1,9 @@
 """The address under which other machines reach this one, and the network interface that has it: one rule for all parts.
 
     1. PENSTOCK_HOST                     as the launcher or a person says: Slurm's NodeAddr, a pod's address
-    2. this machine's name               where it stands for an address of a network here
+    2. this machine's name               if it resolves to an address of a network here
     3. the address towards the queue     of the interface by which packets to PENSTOCK_QUEUE's host leave
-    4. this machine's name               where there is nothing else
+    4. this machine's name               if there is nothing else
 
 Debian gives a machine's name to 127.0.1.1: then the third says what others can use.
 """
@@ -48,7 +48,7 @@ def listening_host(host: str) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Returns this machine's address on the way to `host`; sends no packet. Raises `OSError` where there is no way."""
+    """Returns this machine's address on the way to `host`; sends no packet. Raises `OSError` if there is no route."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
@@ -109,7 +109,7 @@ def _can_listen(host: str) -> bool:
 
 
 def _towards(host: str | None) -> str | None:
-    """`address_towards`; None where that is loopback, or no way."""
+    """`address_towards`; None if that is loopback, or no way."""
     with contextlib.suppress(OSError):
         if host is None or is_loopback(host):
             return None

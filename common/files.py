@@ -32,7 +32,7 @@ LOCK_POLL_S = 0.2
 # whole or absent ---------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def atomic_path(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yields a temporary path beside `path`, for whatever writes there, and renames it to `path` at the end.
+    """Yields a temporary path next to `path`, for whatever writes there, and renames it to `path` at the end.
 
     A block that raises leaves `path` as it was and no temporary file. The temporary name holds process and thread, so
     that two writers never share one; a killed writer's may stay (``.NAME.*.tmp``).
@@ -161,11 +161,11 @@ def _not_private(path: Path, status: os.stat_result, required: str) -> NotPrivat
 
 # line files --------------------------------------------------------------------------------------------------------
 def read_jsonl(path: Path, *, broken: Literal["stop", "skip"] = "stop") -> list[dict[str, Any]]:
-    """The lines of a file; empty where there is no file.
+    """The lines of a file; empty if the file does not exist.
 
     Args:
-        broken: what a line that is no JSON does, left by a crash or being written: ``stop`` ends the reading with a
-            warning, ``skip`` passes over it.
+        broken: treatment of a line that is not JSON (left by a crash, or being written): ``stop`` ends the reading with
+            a warning, ``skip`` passes over it.
     """
     return list(iter_jsonl(path, broken=broken))
 
@@ -194,7 +194,7 @@ def append_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def rewrite_jsonl(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Replaces the file atomically; without lines no file is created where there was none.
+    """Replaces the file atomically; without lines, no new file is created.
 
     `lines` may be read from the file itself, one at a time.
     """
@@ -220,10 +220,10 @@ def last_by(rows: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
 
 
 class JsonlTail:
-    """Reads a growing file line by line, each line once; from the beginning where it was replaced or cut.
+    """Reads a growing file line by line, each line once; from the beginning if it was replaced or cut.
 
     The inode alone does not tell a replaced file: a disk gives a freed one to the next file. So the line that was read
-    last has to be where it was.
+    last must still be in its place.
     """
 
     def __init__(self, path: Path) -> None:
@@ -239,7 +239,7 @@ class JsonlTail:
     def lines(self) -> Iterator[dict[str, Any]]:
         """Yields the lines that `read` returns, one in memory at a time; the next call yields the rest.
 
-        A complete line that is no JSON is left out with a warning.
+        A complete line that is not a JSON is left out with a warning.
         """
         if not self._path.exists():
             return
@@ -256,7 +256,7 @@ class JsonlTail:
                 try:
                     parsed = json.loads(line)
                 except ValueError:
-                    logger.warning("%s: the line at byte %d is no JSON and is left out", self._path, at)
+                    logger.warning("%s: the line at byte %d is not JSON and is left out", self._path, at)
                 else:
                     yield parsed
 
@@ -278,7 +278,7 @@ class FileLock:
     def __init__(self, path: Path, cause: str, *, error: type[Exception] = FileLocked, mode: int = 0o666) -> None:
         """Args:
         cause: who else may hold it, for the message ``PATH: CAUSE``.
-        error: raised where it is held, with that message as its argument.
+        error: raised if it is held, with that message as its argument.
         mode: permissions of a new lock file before the umask.
         """
         self.path = path
@@ -307,7 +307,7 @@ class FileLock:
         return True
 
     def acquire(self) -> None:
-        """Takes the lock. Raises the lock's error type at once where it is held, by this process too."""
+        """Takes the lock. Raises the lock's error type at once if it is held, by this process too."""
         if not self.try_acquire():
             raise self._error(f"{self.path}: {self._cause}")
 

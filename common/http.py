@@ -91,7 +91,7 @@ def add_error_handlers(
 
     Args:
         errors: exception type → its response.
-        no_field: `field` where it is not one field.
+        no_field: `field` if it is not one field.
         with_body_prefix: fields of a wrong body are ``body.NAME``.
     """
     from fastapi.exceptions import RequestValidationError
@@ -153,7 +153,7 @@ def bearer_headers(token: str) -> dict[str, str]:
 
 
 def bearer_token(authorization: bytes | str) -> str:
-    """The token of an Authorization header; empty where it carries none. Compare it by `same_token`."""
+    """The token of an Authorization header; empty if it carries none. Compare it by `same_token`."""
     text = authorization if isinstance(authorization, str) else authorization.decode("utf-8", "surrogateescape")
     scheme, _, token = text.partition(" ")
     return token if scheme == "Bearer" else ""
@@ -247,7 +247,7 @@ class LimitBody:
 
 
 def header(scope: Scope, name: bytes) -> bytes:
-    """The first header of that lower-case name; empty where there is none."""
+    """The first header of that lower-case name; empty if there is none."""
     return next((value for key, value in scope.get("headers", []) if key == name), b"")
 
 

@@ -1,6 +1,6 @@
 """An HTTP app on a socket, by uvicorn, from start to stop.
 
-async with HttpServer(app, listen(host, port)) as server:    beside other work, in this event loop
+async with HttpServer(app, listen(host, port)) as server:    next to other work, in this event loop
     print(server.url)
 
 await serve(app, listen(host, port), on_ready=print)         in a process that does nothing else

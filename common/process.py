@@ -131,7 +131,7 @@ def raise_open_files() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessTable:
-    """All processes of this machine at one moment, from /proc; empty where there is none."""
+    """All processes of this machine at one moment, from /proc; empty if there is none."""
 
     fields: Mapping[int, Sequence[str]]
     """pid → the fields of /proc/PID/stat after the name."""
@@ -173,7 +173,7 @@ def handles_signal(pid: int, signum: int) -> bool:
 
 
 def command_line(pid: int) -> bytes:
-    """Arguments of a process, separated by NUL; empty where it has ended or belongs to another user."""
+    """Arguments of a process, separated by NUL; empty if it has ended or belongs to another user."""
     with contextlib.suppress(OSError):
         return (PROC / str(pid) / "cmdline").read_bytes()
     return b""
@@ -220,7 +220,7 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def cores() -> int:
-    """A container's share of the CPU, or what the process is bound to, where that is less than the machine has."""
+    """A container's share of the CPU, or what the process is bound to, if that is less than the machine has."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = CPU_QUOTA.read_text().split()

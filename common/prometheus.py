@@ -59,7 +59,7 @@ Samples = Mapping[str, float] | Iterable[tuple[Sequence[str], float]]
 
 
 def gauge_family(name: str, text: str, labels: Sequence[str], samples: Samples) -> GaugeMetricFamily:
-    """Gauges for a collector: ``{label value: number}`` where there is one label, else pairs (label values, number)."""
+    """Gauges for a collector: ``{label value: number}`` if there is one label, else pairs (label values, number)."""
     family = GaugeMetricFamily(name, text, labels=labels)
     for values, number in _samples(samples):
         family.add_metric(values, number)
@@ -94,7 +94,7 @@ def metrics_app(registry: CollectorRegistry, token: str, lifespan: Any = None) -
     """``GET /metrics`` as an ASGI app, for holders of the run's token or of its `metrics_token`.
 
     Args:
-        lifespan: Starlette's: what runs beside the server.
+        lifespan: Starlette's: what runs next to the server.
     """
     from starlette.applications import Starlette
     from starlette.requests import Request

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans; nothing at all, not even an import, where they are off.
+"""OpenTelemetry spans; nothing at all, not even an import, if they are off.
 
     async with export_spans("agent", {"penstock.run": run}, instance=name):     once, at the start of a process
         if spans_on():

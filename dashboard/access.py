@@ -16,7 +16,7 @@ from penstock.common import HttpError, same_token
 DATA = "/api/"
 READ, WRITE = "read", "write"
 READING = ("GET", "HEAD")
-# Trusted types with no policy: a line that hands text to the HTML parser throws, whoever writes it.
+# Trusted types with no policy: a line that hands text to the HTML parser throws, from any author.
 CONTENT_SECURITY_POLICY = "; ".join(
     (
         "default-src 'none'",

@@ -1,4 +1,4 @@
-"""Settings of the page that `penstock run` starts beside a run."""
+"""Settings of the page that `penstock run` starts with a run."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ class DashboardConfig(BaseModel):
 
     enabled: bool = Field(False, description="`penstock run` serves the page, too; see docs/dashboard.md.")
     host: str = Field("127.0.0.1", description="Address that the page is served on.")
-    port: int = Field(8600, ge=0, le=65535, description="Port of the page; 0: a free one, told in logs/dashboard.log.")
+    port: int = Field(8600, ge=0, le=65535, description="Port of the page; 0: a free one, named in logs/dashboard.log.")

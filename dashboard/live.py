@@ -67,7 +67,7 @@ def _event(entry: JournalEntry, decode: Decode | None) -> dict[str, Any]:
 
 
 def rollout_idle(files: RunFiles, rows: Sequence[Mapping[str, Any]], status: Mapping[str, Any] | None) -> float | None:
-    """Share of the agent workers' time for which admission refused episodes; None where it was not counted."""
+    """Share of the agent workers' time for which admission refused episodes; None if it was not counted."""
     if status is None:
         summary = files.end()["summary"]
         status, elapsed_s = {"waits_s": summary.get("wait_s", {})}, float(summary.get("wall_s", 0.0))
@@ -125,7 +125,7 @@ class Pulse:
         return queue
 
     async def of(self, run: str) -> dict[str, Any]:
-        """``alive`` and, where it is, the status, servers and weight updates; where it is not, the ``cause``."""
+        """``alive``, then the status, servers and weight updates if it is true, else the ``cause``."""
         beat = self._beats.setdefault(run, _Beat())
         async with beat.lock:
             if time.monotonic() - beat.at > FRESH_S or not beat.shown:

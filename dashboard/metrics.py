@@ -1,7 +1,7 @@
 """Columns of ``metrics.jsonl``, thinned to what a screen can show, and advice on how to split the devices.
 
 One step takes `wall` seconds; the trainer works T = wall − wait of them. In a steady run one step's episodes are made
-in the same wall, of which rollout workers stand still a share i because admission refuses them: R = wall · (1 − i).
+in the same wall, of which rollout workers are paused a share i because admission refuses them: R = wall · (1 − i).
 With n_r devices for rollouts and n_t for training, device-seconds per step are R·n_r and T·n_t. Both halves take
 equally long when their devices are in that ratio:
 
@@ -34,7 +34,7 @@ LOOK_BACK = 200
 
 
 class MetricsFile:
-    """Reads on from where it was; safe to ask from several threads."""
+    """Reads on from its last position; safe to ask from several threads."""
 
     def __init__(self, path: Path) -> None:
         self._tail = JsonlTail(path)
@@ -57,7 +57,7 @@ class MetricsFile:
 
 
 def newest_row(path: Path) -> Row | None:
-    """The last whole line, without reading those before; None where there is none."""
+    """The last whole line, without reading those before; None if there is none."""
     if not path.exists():
         return None
     with path.open("rb") as file:
@@ -151,7 +151,7 @@ def advise(rows: Sequence[Mapping[str, Any]], rollout_idle: float | None, device
 
 
 FLAT_STEPS = 3
-"""Steps in a row whose rewards are all equal before that is said."""
+"""Steps in a row whose rewards are all equal before a warning."""
 FLAT = 1e-6
 """Standard deviation of rewards below which they are equal: sums of squares are rounded."""
 
@@ -216,7 +216,7 @@ def _words(bubble: float, idle: float | None, share: float | None, devices: Devi
     if bubble >= NOTABLE:
         change = f"about {1 / max(1 - bubble, 0.01):.1f} times the rollout capacity"
         return f"The trainer waits {bubble:.0%} of the time for batches: give it {change}{_instead(share, devices)}."
-    return f"Rollouts stand still {idle:.0%} of the time: the trainer is the slower half{_instead(share, devices)}."
+    return f"Rollouts are paused {idle:.0%} of the time: the trainer is the slower half{_instead(share, devices)}."
 
 
 def _instead(share: float | None, devices: Devices) -> str:

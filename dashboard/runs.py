@@ -48,7 +48,7 @@ class RunFiles:
         return path.read_bytes() if IMAGE.fullmatch(name) and path.is_file() else None
 
     def config(self) -> dict[str, Any]:
-        """The resolved recipe; empty where it is not there."""
+        """The resolved recipe; empty if it is not there."""
         try:
             tree = yaml.safe_load((self.root / "config.yaml").read_text(encoding="utf-8"))
         except (FileNotFoundError, yaml.YAMLError):

@@ -5,7 +5,7 @@ The index covers the recorder's ``trajectories/step_*.jsonl``, and lists 10,000 
     step files ──refresh, newest first, within a time budget──► episodes(columns, file, offset, bytes) · texts
     list: Query ──► ids in order, remembered ──► one page          show: offset, bytes ──► one line of one file
 
-The index is a cache beside the files: a file that changed (a resumed run trains its steps again) is read again, an
+The index is a cache next to the files: a file that changed (a resumed run trains its steps again) is read again, an
 index of another shape or one that a crash damaged is made anew. Where the folder takes no files it is kept in memory.
 """
 
@@ -50,7 +50,7 @@ COLUMNS = {
 
 
 def columns_of(record: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Values by the names of `COLUMNS`. Raises `KeyError` for a line that is no trajectory."""
+    """Values by the names of `COLUMNS`. Raises `KeyError` for a line that is not a trajectory."""
     episode = str(record["episode_id"])
     runs = [run for segment in record["segments"] for run in segment["runs"]]
     versions = [version for run in runs for version, _ in run.get("versions", ())]
@@ -97,7 +97,7 @@ class Query(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     text: str = Field("", max_length=500)
-    """Somewhere in what was said, told or answered, or in the episode's name; letters of ASCII match in either case."""
+    """Text to find in messages and answers, or in the episode's name; letters of ASCII match in either case."""
     outcome: str = Field("", max_length=40)
     task: str = Field("", max_length=500)
     source: str = Field("", max_length=200)
@@ -131,7 +131,7 @@ ABSENT: Mapping[str, Any] = {
 
 
 def page_record(record: Mapping[str, Any], parser_name: str) -> dict[str, Any]:
-    """The record with ``pieces`` (the text of each token, where it was recorded) and ``calls`` in each run.
+    """The record with ``pieces`` (the text of each token, if it was recorded) and ``calls`` in each run.
 
     `parser_name`: of the run; the record's own goes before it.
     """
@@ -151,7 +151,7 @@ def _run(run: Mapping[str, Any], parser: ToolCallParser | None) -> dict[str, Any
 
 
 def _pieces(run: Mapping[str, Any], text: str) -> Sequence[str]:
-    """Empty where it is not known which token made which characters."""
+    """Empty if it is not known which token made which characters."""
     if not isinstance(run["text"], str):
         return [f"{number} " for number in run["text"]]
     ends = run.get("ends", ())
@@ -239,7 +239,7 @@ class TrajectoryIndex:
         return [row["id"] for row in self._database.execute(sql, values)]
 
     def record(self, episode: str, step: int) -> dict[str, Any] | None:
-        """The recorded line; None where there is none (any more)."""
+        """The recorded line; None if there is none (any more)."""
         sql = "SELECT file, offset, bytes FROM episodes WHERE episode = ? AND step = ?"
         with self._lock:
             row = self._database.execute(sql, (episode, step)).fetchone()
@@ -263,7 +263,7 @@ class TrajectoryIndex:
                     record = json.loads(line)
                     values = columns_of(record, step)
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
-                    logger.warning("%s at byte %d is no trajectory and left out: %r", name, offset, error)
+                    logger.warning("%s at byte %d is not a trajectory and is left out: %r", name, offset, error)
                     continue
                 number = self._database.execute(into, (name, offset, len(line), *values.values())).lastrowid
                 self._database.execute("INSERT INTO texts(id, text) VALUES (?, ?)", (number, searched_text(record)))
@@ -271,7 +271,7 @@ class TrajectoryIndex:
 
 
 def open_database(file: Path) -> sqlite3.Connection:
-    """The index in `file`, empty where there was none of this shape; in memory where no file can be kept."""
+    """The index in `file`, empty if there was none of this shape; in memory where no file can be kept."""
     for attempt in range(2):
         try:
             return _open(str(file))

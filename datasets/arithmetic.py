@@ -26,7 +26,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class BadExpression(ValueError):
-    """The text is no expression of numbers, + - * / and parentheses, or has no value (division by zero)."""
+    """The text is not an expression of numbers, + - * / and parentheses, or has no value (division by zero)."""
 
 
 def canonical(text: str) -> str:

@@ -28,7 +28,7 @@ class Profile:
     round_number: float
     """An operand ends in zeros (400, 15000)."""
     parentheses: float
-    """Two neighbours are bracketed, where there are two operators or more."""
+    """Two neighbours are bracketed, if there are two operators or more."""
 
 
 LARGE = Profile(

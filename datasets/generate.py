@@ -30,7 +30,7 @@ def is_generated(source: str) -> bool:
 
 
 def materialise(source: str, directory: Path) -> str:
-    """The path to read for `source`: itself, or a Parquet file made under `directory` where it is generated.
+    """The path to read for `source`: itself, or a Parquet file made under `directory` if it is generated.
 
     Train and eval are disjoint when their specs carry the same options. Raises `BadSpec`.
     """
@@ -133,6 +133,6 @@ def _parsed(source: str) -> tuple[str, dict[str, int]]:
     options = dict(DEFAULTS)
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key not in DEFAULTS or not value.isdecimal():
-            raise BadSpec(f"{source!r}: {key}={value} is no option; write numbers for {', '.join(DEFAULTS)}")
+            raise BadSpec(f"{source!r}: {key}={value} is not an option; write numbers for {', '.join(DEFAULTS)}")
         options[key] = int(value)
     return name, options

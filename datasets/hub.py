@@ -1,4 +1,4 @@
-"""Files of public datasets: a local copy, or the Hugging Face hub where it is reachable."""
+"""Files of public datasets: a local copy, or the Hugging Face hub if it is reachable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class NoDataset(Exception):
 
 
 def dataset_file(repository: str, name: str, local: Path | None = None) -> Path:
-    """`local` where it is given, else file `name` of the hub's dataset `repository`, downloaded once and kept.
+    """`local` if it is given, else file `name` of the hub's dataset `repository`, downloaded once and kept.
 
     Raises `NoDataset`.
     """
@@ -34,7 +34,7 @@ def dataset_file(repository: str, name: str, local: Path | None = None) -> Path:
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Raises `NoDataset` where the file is no Parquet."""
+    """Raises `NoDataset` if the file is not Parquet."""
     import pyarrow
     import pyarrow.parquet
 

@@ -5,7 +5,7 @@
 
 Options but `size`, `seed`, `system` and `path` are those of the task's own configuration. Rows hold task,
 configuration and number, from which the reward `reasoning_gym` makes the problem again: its entries are not all JSON.
-The package runs in a process of its own, with the folder `path` before others.
+The package runs in a separate process, with the folder `path` before others.
 """
 
 from __future__ import annotations

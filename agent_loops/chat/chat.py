@@ -93,7 +93,7 @@ class ChatTokens:
 
         Usually the same segment with the delta observed. A new segment, which begins with the history as rendered,
         where the template writes the messages in a way that cannot be appended (`renewing_roles`), and under
-        ``thinking_history: strip`` where it drops thinking: return the outputs of all (`Conversation` does). Without
+        ``thinking_history: strip`` if it drops thinking: return the outputs of all (`Conversation` does). Without
         room for an answer it is the same segment, done. Raises `TemplateError`.
         """
         calls, messages = self.tool_calls(reply), take(messages, self._images)
@@ -129,7 +129,7 @@ class ChatTokens:
     def render_tools(self, results: Sequence[ToolResult], calls: Sequence[ToolCall] | None = None) -> MessageDelta:
         """The delta for tool results, in the order of their calls; for `segment.observe`.
 
-        Some templates write the name or id of the call beside a result. `calls` None: those that `tool_calls` found
+        Some templates write the name or id of the call next to a result. `calls` None: those that `tool_calls` found
         last; sub-agents that share an episode and run at the same time must give their own.
         """
         answered = self._read[1].calls if calls is None else tuple(calls)
@@ -195,7 +195,7 @@ class ChatTokens:
         self, segment: SegmentBuilder, reply: Generation, calls: Sequence[ToolCall], messages: Sequence[Message]
     ) -> list[Message]:
         """The reply and what follows it, for a history. Each call has an id that no other of the conversation has, the
-        model's own where it can: a template may look up by it which call a result answers."""
+        model's own if possible: a template may look up by it which call a result answers."""
         first = sum(len(message.get("tool_calls") or ()) + (message.get("role") == "tool") for message in segment.said)
         named = self.template.call_form is not None and self.template.call_form.ids == "named"
         taken = Counter(str(call.get("id")) for message in segment.said for call in message.get("tool_calls") or ())
@@ -218,7 +218,7 @@ class ChatTokens:
         *,
         renews: bool,
     ) -> int:
-        """Ids that `messages` draw on the budget: those of their delta, or of their text where they have none."""
+        """Ids that `messages` draw on the budget: those of their delta, or of their text if they have none."""
         if renews:
             return sum(self.count_tokens(json.dumps(message["content"], ensure_ascii=False)) for message in messages)
         return len(self.rendering.delta(messages, tools, calls))

@@ -7,7 +7,7 @@ A synthetic conversation that ends in a marked reply is rendered closed, and ext
                                                                             └── delta ───────────────────►
 
 Before tool results the reply is a tool call with the mark in its arguments: some templates take results only after the
-call that they answer, or write its name or id beside them. There the delta is the call's closing token and what the
+call that they answer, or write its name or id next to them. There the delta is the call's closing token and what the
 extended text has beyond the closed one. Nothing between two turns can get lost, such as Qwen's newline. Where the model
 numbers the calls of a conversation (Cohere), as many calls stand before the marked one as its number says.
 """
@@ -121,7 +121,7 @@ class Continuation:
         return self.closing_of(closed) + extended[len(closed) :]
 
     def _earlier(self, call: ToolCall) -> list[Message]:
-        """A reply with as many calls as the number of `call` counts before it; none where it has no number."""
+        """A reply with as many calls as the number of `call` counts before it; none if it has no number."""
         if not NUMBER.fullmatch(call.written_id) or not int(call.written_id):
             return []
         made_up = [ToolCall(call.name, call_id=f"earlier{at}") for at in range(int(call.written_id))]

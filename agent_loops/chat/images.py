@@ -82,7 +82,7 @@ def parts_of(messages: Sequence[Message]) -> list[Part]:
 
 
 def with_images(text: str, images: Sequence[str]) -> Any:
-    """Content of a message: `text`, or parts where there are images behind it."""
+    """Content of a message: `text`, or parts if there are images behind it."""
     if not images:
         return text
     return [{"type": "text", "text": text}, *({"type": "image", "image": image} for image in images)]

@@ -12,7 +12,7 @@ from penstock.rollout_server import no_torch
 
 
 def load_tokenizer(model: str) -> Any:
-    """The model's fast tokenizer. Imports transformers; raises `TemplateError` naming the folder where it is none."""
+    """The model's fast tokenizer. Imports transformers. Raises `TemplateError` naming the folder if it has none."""
     with no_torch():
         from transformers import AutoTokenizer
 
@@ -67,7 +67,7 @@ def generation_stops(model: str) -> tuple[int, ...]:
 
 
 def _json_of(model: str, name: str) -> dict[str, Any]:
-    """A JSON file of the model's; empty where it has none. Raises `TemplateError`."""
+    """A JSON file of the model's; empty if it has none. Raises `TemplateError`."""
     with no_torch():
         from transformers.utils import cached_file
 
@@ -75,7 +75,7 @@ def _json_of(model: str, name: str) -> dict[str, Any]:
     try:
         declared = json.loads(Path(file).read_text()) if file else {}
     except ValueError as error:
-        raise TemplateError(f"{name} of {model!r} is no JSON: {error}") from error
+        raise TemplateError(f"{name} of {model!r} is not valid JSON: {error}") from error
     if not isinstance(declared, dict):
-        raise TemplateError(f"{name} of {model!r} is no JSON object")
+        raise TemplateError(f"{name} of {model!r} is not a JSON object")
     return declared

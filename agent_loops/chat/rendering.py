@@ -47,7 +47,7 @@ class Rendering:
                 return ids_of(self._backend, text)
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         except BaseException as error:
-            # A panic of the Rust library is no Exception: it would pass every handler and end the process.
+            # A panic of the Rust library is not an Exception: it would pass every handler and end the process.
             if type(error).__name__ != "PanicException":
                 raise
             raise TemplateError(f"the tokenizer cannot encode these {len(text)} characters: {error}") from error
@@ -113,7 +113,7 @@ class Rendering:
 
 def backend_of(tokenizer: Any) -> Any:
     """The Rust tokenizer of a transformers tokenizer that only wraps it; else None. The wrapper asks the same of it, at
-    several times the cost: a batch of one, masks beside the ids, a look at each id."""
+    several times the cost: a batch of one, masks next to the ids, a look at each id."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     own = [getattr(type(tokenizer), name, None) for name in ("encode", "_encode_plus", "decode", "_decode")]
     modules = [getattr(method, "__module__", "") for method in own]

@@ -96,7 +96,7 @@ def _closing(text: str, deltas: Sequence[str], special: re.Pattern[str], stop_wo
     """Returns the part of `text`, which ends a conversation, that closes the reply; empty if nothing does.
 
     All up to the first word that ends a reply, where what follows in a conversation begins so too; else a special
-    token, white space before it included, behind which nothing else is said.
+    token, white space before it included, with no text after it.
     """
     cuts = sorted(text.find(word) + len(word) for word in stop_words if word in text)
     if cuts and any(delta.startswith(text[: cuts[0]]) for delta in deltas):

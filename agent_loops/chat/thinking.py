@@ -1,6 +1,6 @@
 """Old thinking: kept token for token, or dropped where the template drops it, in a new segment.
 
-keep    every id stays where it was fed or sampled; an episode is one segment
+keep    every id keeps its position; an episode is one segment
 strip   where the template drops thinking before the new messages and there was some, a new segment begins with the
         history as the template writes it: as models such as Qwen3 are served
 """
@@ -46,7 +46,7 @@ class OldThinking:
         self._dropped: dict[tuple[str, ...], bool] = {}
 
     def is_dropped_before(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
-        """The template leaves out the thinking of the reply before such messages; False where it refuses them."""
+        """The template leaves out the thinking of the reply before such messages; False if it refuses them."""
         roles = tuple(dict.fromkeys(str(message.get("role")) for message in messages))
         if roles not in self._dropped:
             self._dropped[roles] = self._drops(roles)

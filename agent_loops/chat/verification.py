@@ -131,7 +131,7 @@ class _Findings:
     refused: dict[str, str] = field(default_factory=dict)
     unsupported: dict[str, str] = field(default_factory=dict)
     no_delta: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Role → name of a conversation → why there is no delta, though the template renders it."""
+    """Role → name of a conversation → why its delta cannot be rendered, though the template renders it."""
 
     def settle(self) -> None:
         """A role for which no conversation has a delta cannot follow a reply; else those that have none are refused."""
@@ -204,7 +204,7 @@ def _compare(
 
 def _broken_end(chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _Rendered, delta: Sequence[int]) -> str:
     """How a reply that is sampled as the template writes it, up to its first stop, and the delta differ from the whole;
-    empty where they do not, and where the template ends a reply otherwise before further messages (gpt-oss)."""
+    empty if they agree, and where the template ends a reply otherwise before further messages (gpt-oss)."""
     closed = text_of(chat, tools, case.history)
     if not closed.startswith(rendered.opening) or not rendered.whole.startswith(closed.rstrip()):
         return ""
@@ -221,7 +221,7 @@ def _broken_end(chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _R
 
 def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> str:
     """What the template takes away from before a reply to write it behind it, where the model would read it twice;
-    empty where it moves nothing. Looked at three times: some prompts show the time."""
+    empty if it moves nothing. Looked at three times: some prompts show the time."""
     difference = ""
     for _ in range(3):
         before, after = (
@@ -239,7 +239,7 @@ def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> st
 def _renews(chat: ChatTokens, tools: Tools, role: str, findings: _Findings, needed: str) -> bool:
     """Whether a new segment can begin before messages of `role`.
 
-    Raises `TemplateError` where it cannot and no loop can do without the role: results of tools, or, where there are
+    Raises `TemplateError` if it cannot and no loop can do without the role: results of tools, or, if there are
     no tools, messages of the user.
     """
     try:
@@ -274,7 +274,7 @@ def _check_written_again(chat: ChatTokens, tools: Tools, role: str) -> None:
 def _reply_in(chat: ChatTokens, tools: Tools, reply: Message, whole: str) -> str:
     """The reply as `whole` shows it, which has a message behind it: all behind the opening of a reply.
 
-    Raises `TemplateError` where that opening cannot be found.
+    Raises `TemplateError` if that opening cannot be found.
     """
     unasked, opening = (chat.template.render([USER], tools, prompt=prompt) for prompt in (False, True))
     closed, other = (text_of(chat, tools, [USER, one]) for one in (reply, {"role": "assistant", "content": "0"}))
@@ -292,8 +292,8 @@ def _up_to_stop(chat: ChatTokens, text: str) -> str:
 
 
 def _moves_words(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> bool:
-    """The template writes what a reply says beside its calls behind their results (Gemma 4), so that only the delta of
-    the calls alone can be compared. Sampled words stay where they are, as all history that a template rewrites."""
+    """The template writes what a reply says next to its calls behind their results (Gemma 4), so that only the delta of
+    the calls alone can be compared. Sampled words are not moved, as all history that a template rewrites."""
     if not case.calls or not case.said or chat.template.call_form is None:
         return False
     bare = [{**message, "content": ""} if message.get("tool_calls") else message for message in case.history]
@@ -312,7 +312,7 @@ def _verified_with_probe(chat: ChatTokens) -> TemplateVerification | TemplateErr
 
 
 def tools_problem(chat: ChatTokens) -> str:
-    """Why this model can be given no tools at all; empty where it can. For tools that are not known at start."""
+    """The reason why this model cannot be given tools; empty if it can. For tools that are not known at start."""
     verification = _verified_with_probe(chat)
     return str(verification) if isinstance(verification, TemplateError) else ""
 

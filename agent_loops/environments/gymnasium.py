@@ -63,7 +63,7 @@ class GymnasiumLoop(EnvironmentLoop):
 
 
 def _absolute(env: str, recipe_dir: Path) -> str:
-    """A file beside the recipe, or below the current directory, by its whole path."""
+    """A file next to the recipe, or below the current directory, by its whole path."""
     file, _, name = env.rpartition(":")
     if not file.endswith(".py"):
         return env
@@ -98,7 +98,7 @@ class HostConnection:
 
 
 class EnvironmentHost:
-    """One worker's host of one kind of environment. Started by the first `open`, and again where it ended."""
+    """One worker's host of one kind of environment. Started by the first `open`, and again if it ended."""
 
     def __init__(self, env: str, path: tuple[str, ...]) -> None:
         self._env, self._path = env, path
@@ -216,7 +216,7 @@ class EnvironmentHost:
         return {**one_thread, **usual, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
 
     async def _first(self, arrived: asyncio.Future[HostConnection], number: int) -> HostConnection:
-        """The connection of a process that was started; fails where that ends before it connects."""
+        """The connection of a process that was started; fails if that ends before it connects."""
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait() if number == 0 else asyncio.shield(self._ends[number]))
         either: set[asyncio.Future[Any]] = {arrived, ended}

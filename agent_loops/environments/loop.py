@@ -4,7 +4,7 @@
 
 Per turn the trajectory has the reward of its step (`turn_rewards`) and the state it was taken in (`extra.turn_states`,
 which GiGPO and HGPO compare). On a resumed episode the environment is reset with the same seed and stepped with the
-recorded answers; where it then says something else than before, the episode starts afresh.
+recorded answers; if its answers then differ, the episode starts afresh.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class EnvironmentLoop(AgentLoopBase):
         try:
             self._pattern = re.compile(self.settings.action_pattern)
         except re.error as error:
-            raise InfraFailure("loop", f"agent.settings.action_pattern is no pattern: {error}") from error
+            raise InfraFailure("loop", f"agent.settings.action_pattern is not a valid pattern: {error}") from error
         self._names = {name.strip(TRIMMED).casefold(): name for name in self.settings.actions}
         self._turns = PlayedTurns()
 

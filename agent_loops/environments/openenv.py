@@ -109,7 +109,7 @@ class ServedEnvironment:
     async def step(self, action: str) -> EnvStep:
         answer = await self._ask({"type": "step", "data": {self._field: action}}, "step", "step_timeout_s")
         if answer["type"] == "error" and answer["data"].get("code") == "VALIDATION_ERROR":
-            raise InvalidAction(f"That is no action here: {_words(answer)}")
+            raise InvalidAction(f"That is not an action here: {_words(answer)}")
         if answer["type"] == "error":
             raise StepFailed(_words(answer))
         return self._step_of(answer)
@@ -176,7 +176,7 @@ class ServedEnvironment:
                 numbers={name: float(one) for name, one in observation.items() if isinstance(one, bool | int | float)},
                 shown={name: observation.get(name) for name in settings.show},
             )
-        raise InfraFailure(COMPONENT, f"reward of {self._server.url} is no number: {reward!r}")
+        raise InfraFailure(COMPONENT, f"reward of {self._server.url} is not a number: {reward!r}")
 
     def _text(self, observation: Mapping[str, Any]) -> str:
         name = self._settings.observation_field

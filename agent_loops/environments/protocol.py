@@ -48,7 +48,7 @@ class Environment(Protocol):
         """Raises `InfraFailure`."""
 
     async def step(self, action: str) -> EnvStep:
-        """Raises `InvalidAction`, `StepFailed`, and `InfraFailure` where it is gone or late."""
+        """Raises `InvalidAction`, `StepFailed`, and `InfraFailure` if it is gone or late."""
 
     async def close(self) -> None:
         """Ends it with all it started. Never raises; safe to call twice, and during another call."""

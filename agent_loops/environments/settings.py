@@ -33,7 +33,7 @@ class EnvironmentSettings(BaseModel):
     remembered_turns: int | None = Field(
         None,
         ge=0,
-        description="Each turn is a segment of its own, with this many earlier ones in its prompt. Unset: one chat.",
+        description="Each turn is a separate segment, with this many earlier ones in its prompt. Unset: one chat.",
     )
     show: list[str] = Field(
         default_factory=list, description="Entries of its info that are written below each observation."

@@ -35,7 +35,7 @@ class WholeTalk(Conversation):
 
 
 class WindowedTalk:
-    """Each turn is a prompt of its own: prompts stay short, however long the episode. Used as `WholeTalk`."""
+    """Each turn is a separate prompt: prompts stay short, however long the episode. Used as `WholeTalk`."""
 
     def __init__(self, loop: AgentLoopBase, messages: Messages, first: str, remembered_turns: int) -> None:
         self._chat = loop.chat
@@ -88,7 +88,7 @@ Talk = WholeTalk | WindowedTalk
 
 
 def with_observation(chat: ChatTokens, messages: Messages, text: str) -> list[Mapping[str, Any]]:
-    """The task's messages and the observation: below the last one where that is the user's, else one of its own.
+    """The task's messages and the observation: added to the last message if that is the user's, else a new message.
 
     Special tokens that it spells out are defused: neither an environment nor what a model said can open a turn.
     """

@@ -1,4 +1,4 @@
-"""CodeAct: the model acts by writing code blocks; there is no schema. What a block prints is the next observation."""
+"""CodeAct: the model acts by writing code blocks; without a schema. What a block prints is the next observation."""
 
 from __future__ import annotations
 

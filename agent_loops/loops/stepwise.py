@@ -30,7 +30,7 @@ class StepwiseSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    remembered_turns: int = Field(5, ge=0, description="Newest turns that the memory in the box tells.")
+    remembered_turns: int = Field(5, ge=0, description="Newest turns that the memory in the box contains.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class StepwiseLoop(AgentLoopBase):
     async def _step(self, task: Task, history: list[Step]) -> AgentLoopOutput | None:
         """One turn; a turn that called tools joins the history, unless a result of them is final.
 
-        None where there is no room for one.
+        None if the context has no room for one.
         """
         segment = self.chat.start(self.prompt(task, history), tools=self.tools.schemas)
         if segment.done:

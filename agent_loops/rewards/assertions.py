@@ -213,7 +213,7 @@ def _converts(node: ast.AST) -> bool:
 
 
 def _name_called(node: ast.AST) -> str:
-    """Empty where `node` is no call of a plain name."""
+    """Empty if `node` is not a call of a plain name."""
     return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 

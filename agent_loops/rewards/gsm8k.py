@@ -37,7 +37,7 @@ def truth_of(ground_truth: Any) -> Decimal:
     text = str(ground_truth)
     value = last_marked(text) if "####" in text else to_decimal(text.strip().lstrip("$"))
     if value is None:
-        raise ValueError(f"the ground truth {text[-80:]!r} is no number")
+        raise ValueError(f"the ground truth {text[-80:]!r} is not a number")
     return value
 
 

@@ -1,8 +1,8 @@
 """Runs one test case of ``solution.py`` inside a box: its text is copied there. Standard library alone.
 
 The first line of stdin is the job; what follows is the program's own stdin. A result is written behind a word, so what
-the program prints is not taken for one. The program can read this module's frames, the word included: no job may hold
-an expected value.
+the program prints is not mistaken for one. The program can read this module's frames, the word included: no job may
+hold an expected value.
 """
 
 from __future__ import annotations

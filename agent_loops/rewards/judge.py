@@ -107,7 +107,7 @@ class Judge(BaseReward):
         return MARKED.format(nonce=nonce) + filled
 
     def _read(self, reply: Any) -> str:
-        """The score in a completion. Raises `NoScore` where there is none: the judge is asked again."""
+        """The score in a completion. Raises `NoScore` if there is none: the judge is asked again."""
         text = reply["choices"][0]["message"]["content"]
         if not isinstance(text, str):
             raise ToolUnavailable("judge", "the answer has no text")

@@ -14,7 +14,7 @@ def main() -> None:
     cpu_s, memory_mb = (int(argument) for argument in sys.argv[1:])
     import math_verify  # noqa: F401 - before the limits: what it takes is not the first answer's
 
-    logging.disable(logging.CRITICAL)  # the library warns of its own switched-off time limits, and of every odd answer
+    logging.disable(logging.CRITICAL)  # the library warns about its switched-off time limits, and of every odd answer
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     out = sys.stdout

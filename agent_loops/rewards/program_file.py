@@ -41,7 +41,7 @@ def compute_score(
 
 
 def finite_number(value: Any) -> float | None:
-    """`value` as a float; None where it is no number or has no finite one. What a program wrote may be any JSON."""
+    """`value` as a float; None if it is not a finite number. What a program wrote may be any JSON."""
     try:
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
     except OverflowError:  # an integer of 400 digits

@@ -4,7 +4,7 @@
     python reasoning_gym_process.py box [FOLDER]      one question on standard input; whatever scorer the task has
 
 A question is ``{"task", "config", "number", "question", "answer"}``, answered ``{"score"}``, ``{"needs_box": true}``
-where the task has a scorer of its own (many of them evaluate the answer as Python), or ``{"error"}``.
+if the task defines its own scorer (many of them evaluate the answer as Python), or ``{"error"}``.
 """
 
 from __future__ import annotations

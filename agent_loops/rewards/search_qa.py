@@ -18,7 +18,7 @@ from typing import Any
 def exact_match(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """1 where the answer equals one of the references. Raises `ValueError` where there is no reference."""
+    """1 if the answer equals one of the references. Raises `ValueError` if there are no references."""
     answer, references = _answer(solution_str, extra_info), targets_of(ground_truth)
     if answer is None or normalised(answer) not in {normalised(reference) for reference in references}:
         return 0.0
@@ -26,7 +26,7 @@ def exact_match(
 
 
 def f1(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
-    """The best F1 over the references, 0 … 1. Raises `ValueError` where there is no reference."""
+    """The best F1 over the references, 0 … 1. Raises `ValueError` if there are no references."""
     answer, references = _answer(solution_str, extra_info), targets_of(ground_truth)
     if answer is None:
         return 0.0

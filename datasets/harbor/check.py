@@ -46,7 +46,7 @@ class TaskTrial:
     agent: AgentName
     reward: float | None
     cause: str = ""
-    """Why there is no reward, or why it is not the one that was to come."""
+    """The reason why the reward is missing or differs from the expected one."""
     seconds: float = 0.0
 
     @property
@@ -189,7 +189,7 @@ def digest_of(folder: Path) -> str:
 
 
 def select(folder: Path, names: Sequence[str]) -> list[Path]:
-    """The tasks' folders, those of `names` alone where it is not empty. Raises `HarborTaskError`."""
+    """The tasks' folders, those of `names` alone if it is not empty. Raises `HarborTaskError`."""
     folders = find_task_folders(folder)
     unknown = sorted(set(names) - {one.name for one in folders})
     if unknown:

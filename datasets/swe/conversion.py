@@ -43,7 +43,7 @@ class ConversionReport:
 def convert(kind: Format, source: Path, out: Path, places: Places, split: str = "train") -> ConversionReport:
     """Write ``SPLIT.parquet``, ``SPLIT.jsonl`` and, with images, ``images.tsv`` (name, made from).
 
-    A row that cannot be converted is left out and told; where none can, nothing is written. Raises `BadFile`.
+    A row that cannot be converted is left out and reported; where none can, nothing is written. Raises `BadFile`.
     """
     tasks: list[Fields] = []
     images: list[tuple[str, str]] = []

@@ -105,7 +105,7 @@ class FactorySettings:
     per_function: int = 3
     """At most this many of one function: else the longest one has most of the tasks."""
     max_share: float = 0.5
-    """A mutant that breaks a larger share of the tests is no riddle."""
+    """A mutant that breaks a larger share of the tests is not a useful exercise."""
     concurrency: int = 2
     """Boxes at once."""
     limits: SweLimits = field(default_factory=lambda: SweLimits(test_timeout_s=20.0, tests_timeout_s=300.0))
@@ -284,13 +284,13 @@ def _function_of(mutation: Mutation) -> tuple[str, str]:
 
 
 def _name_of(mutation: Mutation) -> str:
-    """Tells nothing of where the bug is."""
+    """Gives no hint about the place of the bug."""
     text = f"{mutation.path} {mutation.edit.start} {mutation.edit.end} {mutation.edit.text}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _without(files: dict[str, bytes], tests: Sequence[str]) -> dict[str, bytes]:
-    """Without the functions of these tests; a file whose functions cannot be told apart goes as a whole."""
+    """Without the functions of these tests; a file whose functions cannot be distinguished is removed whole."""
     remaining = dict(files)
     for path in dict.fromkeys(test.partition("::")[0] for test in tests):
         names = {function_of(test) for test in tests if test.startswith(f"{path}::")}

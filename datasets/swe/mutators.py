@@ -110,7 +110,7 @@ def wrong_function(node: ast.AST, source: Source) -> Iterator[Edit]:
 
 
 def _operator(source: Source, left: ast.AST, right: ast.AST, pattern: str, other: str) -> Iterator[Edit]:
-    """The operator stands between its operands, with nothing but brackets and white space beside it."""
+    """The operator stands between its operands, with nothing but brackets and white space around it."""
     start, gap = source.between(left, right)
     match = re.fullmatch(rf"([\s()]*)({pattern})([\s()]*)", gap)
     if match:

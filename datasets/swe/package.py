@@ -123,7 +123,7 @@ def _of_installed(name: str) -> Package:
     if not owners:
         return Package(_plain(name), "", "", files)
     about = importlib.metadata.distribution(owners[0])
-    for file in about.files or ():  # licences are kept beside the code, so that copies of the tasks have them too
+    for file in about.files or ():  # licences are kept next to the code, so that copies of the tasks have them too
         if re.match(r"(LICEN[CS]E|COPYING|NOTICE)", file.name, re.IGNORECASE) and "dist-info" in str(file):
             files[file.name] = Path(str(file.locate())).read_bytes()
     classifiers = [text for text in about.metadata.get_all("Classifier") or () if text.startswith("License ::")]

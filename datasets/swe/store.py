@@ -21,7 +21,7 @@ class GitFailed(RuntimeError):
 
 
 class TreeStore:
-    """Made where it is not there yet. `folder` is the repository itself, without a work tree."""
+    """Made if it is not there yet. `folder` is the repository itself, without a work tree."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,7 +1,7 @@
 """SWE-bench's rows, and those of its kin (Verified, Lite, SWE-Gym, SWE-rebench) as tasks of ours.
 
 A test's id is as the repository's own runner printed it. Most run pytest; Django's and sympy's ids are rewritten, and
-a row whose ids cannot be told apart is refused with its reason.
+a row whose ids are ambiguous is refused with its reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def swe_bench_task(row: Raw, kind: Kind) -> Fields:
     elif repo == "sympy/sympy":
         tests = {key: _sympy_ids(value, test_patch, key) for key, value in names.items()}
     elif strange := [one for one in names["FAIL_TO_PASS"] if ".py" not in one]:
-        raise BadRow(f"field 'FAIL_TO_PASS' holds {strange[0]!r}, which is no id of pytest (FILE.py::TEST)")
+        raise BadRow(f"field 'FAIL_TO_PASS' holds {strange[0]!r}, which is not an id of pytest (FILE.py::TEST)")
     return {
         "instance_id": text(row, "instance_id"),
         "repo": repo,

@@ -221,8 +221,8 @@ def test_chat_names_a_text_on_which_the_tokenizer_panics(chat_for, monkeypatch, 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "generation_config.json.*is no JSON: "),
-        ("[2]", "generation_config.json.*is no JSON object"),
+        ("{", "generation_config.json.*is not valid JSON: "),
+        ("[2]", "generation_config.json.*is not a JSON object"),
         ('{"eos_token_id": "end"}', "eos_token_id in generation_config"),
     ],
 )

@@ -248,7 +248,7 @@ def test_tail_passes_over_a_line_that_is_no_json(tmp_path: Path, caplog: pytest.
     path = tmp_path / "lines.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "lo\n{"step": 2}\n')
     assert JsonlTail(path).read() == [{"step": 0}, {"step": 2}]
-    assert f"{path}: the line at byte 12 is no JSON" in caplog.text
+    assert f"{path}: the line at byte 12 is not JSON" in caplog.text
 
 
 @pytest.fixture

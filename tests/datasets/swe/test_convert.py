@@ -83,7 +83,7 @@ async def test_clones_of_this_machine_need_no_images(sandbox, rows, swe_bench, t
         ({"FAIL_TO_PASS": "[]"}, "field 'FAIL_TO_PASS' is empty"),
         ({"FAIL_TO_PASS": "tests/a.py::b"}, "field 'FAIL_TO_PASS' is not JSON"),
         ({"PASS_TO_PASS": "[1]"}, "field 'PASS_TO_PASS' must be a list of texts"),
-        ({"FAIL_TO_PASS": '["test_a"]'}, "'test_a', which is no id of pytest"),
+        ({"FAIL_TO_PASS": '["test_a"]'}, "'test_a', which is not an id of pytest"),
         ({"instance_id": ""}, "field 'instance_id' is empty"),
         ({"base_commit": 3}, "field 'base_commit' must be text, found int"),
         ({"problem_statement": None}, "field 'problem_statement' is missing"),
