@@ -7,9 +7,8 @@ expect tells it from another one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
 from penstock.sandbox.protocol import Sandbox
 from penstock.sandbox.swe import scripts
@@ -90,8 +89,7 @@ async def _graded(workspace: Workspace, task: SweTask, patch: bytes, changes: Bo
     except ScriptFailed as error:  # the snapshot was laid out without it
         return _nothing(task, f"the patch cannot be laid out: {error}")
     await put_changes(workspace, changes)
-    await _stamp(workspace, [*(entry.path for entry in (*taken, *hidden)), *changes.files])
-    await workspace.script(scripts.SCRUB)
+    await workspace.script(scripts.STAMP + scripts.SCRUB)
     ran = await _build_and_run(workspace, task, changes)
     paths = tuple(entry.path for entry in dropped)
     outcomes = summary(task, ran.outcomes)
@@ -175,13 +173,3 @@ async def _check_out(workspace: Workspace, entries: list[TreeEntry]) -> None:
     """Later entries win over earlier ones. Raises `ScriptFailed`."""
     lines = b"".join(entry.line() for entry in entries)
     await workspace.script(scripts.CHECK_OUT, await workspace.upload("final", lines))
-
-
-async def _stamp(workspace: Workspace, paths: Iterable[str]) -> None:
-    """Gives files and their folders one time. Raises `SweTaskError`."""
-    stamped = sorted({str(part) for path in paths for part in (PurePosixPath(path), *PurePosixPath(path).parents)})
-    lines = b"".join(f"./{path}\0".encode("utf-8", "surrogateescape") for path in stamped)
-    try:
-        await workspace.script(scripts.STAMP, await workspace.upload("stamped", lines))
-    except ScriptFailed as error:
-        raise SweTaskError(f"times of files cannot be set in the box: {error}") from error

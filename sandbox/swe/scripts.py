@@ -35,6 +35,11 @@ cp -RPp "$1/." "$folder"
 
 BASE = """\
 rm -rf .git
+touch -d @0 "$state/newest"
+find . -type f -exec sh -c 'newest=$0
+for one; do if [ "$one" -nt "$newest" ]; then newest=$one; fi; done
+touch -r "$newest" "$0"' "$state/newest" {} +
+touch -d "@$(($(stat -c %Y "$state/newest") + 1))" "$state/newest"
 g init -q --template=
 mkdir -p "$state/base.git/info"
 printf '* -text -ident !eol !crlf !filter !working-tree-encoding !diff\\n' > "$state/base.git/info/attributes"
@@ -54,7 +59,8 @@ for pair in core.bare=false user.name=agent user.email=agent@localhost; do
 done
 git --git-dir=.git config --unset core.worktree || true
 """
-"""One commit, whose author and date are the same each time: so is its id."""
+"""One commit, whose author and date are the same each time: so is its id. ``newest`` has the first whole second after
+the newest file."""
 
 DIFF = """\
 export GIT_INDEX_FILE="$state/diff.index"
@@ -93,8 +99,12 @@ unset GIT_INDEX_FILE
 g read-tree --reset -u "$tree"
 """
 
-STAMP = ': > "$state/stamp"; xargs -0 touch -c -h -r "$state/stamp" -- < "$1"'
-"""Gives the listed files and folders one time: how long writing them took differs from box to box."""
+STAMP = """\
+find . -newer "$state/newest" -exec touch -c -h -m -r "$state/newest" -- {} +
+find . -exec touch -c -h -a -r "$state/newest" -- {} +
+"""
+"""Gives what was written over the snapshot one time, the same in each box and later than what an image has built: how
+long writing took differs from box to box."""
 
 SCRUB = 'find "$state" -mindepth 1 -maxdepth 1 ! -name packages -exec rm -rf -- {} +'
 """Nothing in a grading box but the test files themselves reveals the hidden tests."""

@@ -65,15 +65,16 @@ LOOKS = """
 import gc, hashlib, json, os, sys
 ours = [one for one in gc.get_objects() if type(one).__module__ == "__main__"]
 looks = {type(one).__name__: {name: len(repr(value)) for name, value in vars(one).items()} for one in ours}
-mine = os.stat("tests/test_right.py").st_mtime_ns
-times = {name: os.stat("tests/" + name).st_mtime_ns > mine for name in sorted(os.listdir("tests")) if "." in name}
-print("SEEN", json.dumps([looks, times, os.getpid(), sorted(os.environ)]))
+paths = [os.path.join(folder, name) for folder, folders, names in os.walk(".") for name in (".", *folders, *names)]
+times = {path: os.lstat(path).st_mtime_ns for path in sorted(paths)}
+unread = os.stat(".git/config").st_atime_ns
+print("SEEN", json.dumps([looks, times, unread, os.getpid(), sorted(os.environ)]))
 """
 
 
 @pytest.mark.parametrize("shape", ["computed", pytest.param("file", marks=pytest.mark.deep)])
 async def test_grade_every_box_looks_the_same(sandbox, bits, shape, monkeypatch):
-    """To code that knows the runner: its objects, when files were written, its process."""
+    """To code that knows the runner: its objects, times of files, its process."""
     task = dataclasses.replace(bits[shape], test_command="python3 -m pytest -s")
     await grade(sandbox, task, task.patch, LIMITS)  # what is learnt once is learnt
     seen: list[str] = []
