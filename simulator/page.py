@@ -1,6 +1,6 @@
-"""The tables of docs/scale.md and docs/simulator.md, and the check of predictions against measured runs.
+"""The tables of docs/how/scale.md, and the check of predictions against measured runs.
 
-`python -m penstock.simulator.page docs/scale.md docs/simulator.md` rewrites the tables.
+`python -m penstock.simulator.page docs/how/scale.md` rewrites the tables.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Published runs as cases: calibrate on the synchronous row of a table, predict the asynchronous one, compare.
 
-The rules are the same for every case (docs/simulator.md gives the reasons). Into a case goes what its source states.
+The rules are the same for every case (docs/how/scale.md gives the reasons). Into a case goes what its source states.
 From the synchronous run's own times two rates follow: the trainer's tokens/s from its update time, and one factor on
 the datasheet's decode times from its generation time. Nothing of the asynchronous run is used but its settings.
 """

@@ -78,7 +78,7 @@ def fault_of(trajectory: Trajectory) -> str:
 
 
 def step_metrics(batch: StepBatch, totals: Totals, updates: Sequence[Update | None]) -> dict[str, Any]:
-    """Everything but times; `docs/trainer.md` says what each name means."""
+    """Everything but times; `docs/how/trainer.md` says what each name means."""
     mean = totals.mean("reward")
     sources = totals.names("source/")
     counts = totals.counts

@@ -18,7 +18,7 @@ COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "stalen
 
 def simulate(
     setup: Annotated[
-        Path | None, typer.Argument(help="A YAML file of a cluster and its work: docs/simulator.md.", metavar="SETUP")
+        Path | None, typer.Argument(help="A YAML file of a cluster and its work: docs/how/scale.md.", metavar="SETUP")
     ] = None,
     overrides: Overrides = None,
     *,

@@ -101,7 +101,7 @@ def sampling(verl: VerlSettings) -> Iterator[Setting]:
         yield "agent.top_k", top_k
     if top_p < 1 or top_k > 0:
         yield "rollout.truncated_sampling", True
-        verl.note("top_p and top_k bias the policy gradient: verl does not say so, docs/rollout_server.md does")
+        verl.note("top_p and top_k bias the policy gradient: verl does not say so, docs/how/engines.md does")
 
 
 def reward(verl: VerlSettings) -> Iterator[Setting]:

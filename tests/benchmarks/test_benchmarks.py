@@ -133,7 +133,7 @@ async def test_weights_has_deltas_fetches_and_broadcasts(measure: Measure) -> No
     assert ratios["bytes_over_model"] <= 1.1, "each byte comes to a worker once"
     assert ratios["sender_share_max_over_mean"] <= 1.2, "every rank of the trainer sends its own bytes"
     assert ratios["host_peak_over_bucket"] <= 3, "buckets are counted, not timed"
-    for rate in MEASURED.values():  # docs/scale.md has these
+    for rate in MEASURED.values():  # docs/how/scale.md has these
         _, part, name = rate.key.split(".")
         assert measured["figures"][part][name] > 0
 

@@ -1,4 +1,4 @@
-"""Predictions of what was measured. The numbers are the sources'; the bounds are the promise of docs/simulator.md."""
+"""Predictions of what was measured. The numbers are the sources'; the bounds are the promise of docs/how/scale.md."""
 
 from __future__ import annotations
 
@@ -84,6 +84,6 @@ def test_every_case_names_its_source_and_what_it_assumes(case: Case) -> None:
 
 @pytest.mark.deep
 def test_the_page_tells_the_errors_as_they_are(checked: dict[str, Any]) -> None:
-    """`python -m penstock.simulator.page docs/simulator.md` writes them."""
-    tables = tables_in((Path(__file__).parents[2] / "docs" / "simulator.md").read_text())
+    """`python -m penstock.simulator.page docs/how/scale.md` writes them."""
+    tables = tables_in((Path(__file__).parents[2] / "docs/how/scale.md").read_text())
     assert {name: tables[name] for name in ("published", "local")} == checked_tables(checked)

@@ -1,4 +1,4 @@
-"""The arithmetic of docs/scale.md and docs/simulator.md, and the pages themselves."""
+"""The arithmetic of docs/how/scale.md, and the pages themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.simulator.scale import (
 )
 
 ROOT = Path(__file__).parents[2]
-SCALE, SIMULATOR = ((ROOT / "docs" / name).read_text() for name in ("scale.md", "simulator.md"))
+SCALE, _, SIMULATOR = (ROOT / "docs/how/scale.md").read_text().partition("\n## Simulate a cluster")
 MEASURED_TABLES = {"weights", "rates"}
 RESTS_ON_INPUTS = {"steps", "queue", "weights_cited", "inputs"}
 TRANSPORTS = re.findall(
@@ -35,13 +35,13 @@ TINY = Model(parameters=1e6, active=5e5, kv_bytes_per_token=100)
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_pages_have_the_tables_as_they_come_out(name: str) -> None:
-    """`python -m penstock.simulator.page docs/scale.md docs/simulator.md` writes them."""
+    """`python -m penstock.simulator.page docs/how/scale.md` writes them."""
     assert (tables_in(SCALE) | tables_in(SIMULATOR))[name] == "\n".join(TABLES[name]())
 
 
 def test_a_rate_is_measured_here_or_an_input_of_a_plan() -> None:
-    """The key of a measured one is a figure that the benchmark makes. docs/scale.md rests on these alone; what rests on
-    inputs is in docs/simulator.md, where its caption says so."""
+    """The key of a measured one is a figure that the benchmark makes. The page's first half rests on these alone; what
+    rests on inputs is below "Simulate a cluster", where its caption says so."""
     made = "".join((ROOT / "benchmarks" / name).read_text() for name in ("weights.py", "support/broadcasts.py"))
     for rate in MEASURED.values():
         figure = rate.key.rpartition(".")[2]

@@ -41,7 +41,7 @@ def test_version_is_an_ordinary_safetensors_file(tmp_path: Path, transport: str)
 
 
 def test_only_the_newest_versions_stay_and_leftovers_go(tmp_path: Path) -> None:
-    """Two, as docs/weight_sync.md has it."""
+    """Two, as docs/how/weights.md has it."""
     (tmp_path / "weights-00000009.safetensors.77.tmp").write_bytes(b"half")
     publisher = WeightPublisher(tmp_path, "shm")
     for version in (1, 2, 3, 10):

@@ -211,7 +211,7 @@ def _changed(rng: np.random.Generator, tensor: Any, share: float) -> Any:
 
 
 def reference(before: Tensors, after: Tensors, base_state: str) -> bytes | None:
-    """The file by its description in docs/weight_sync.md. None where it is not smaller than the version."""
+    """The file by its description in docs/how/weights.md. None where it is not smaller than the version."""
     table, indices, values = [], b"", b""
     for name in sorted(after, key=lambda name: -after[name].itemsize):
         old, new = words_of(before[name]), words_of(after[name])

@@ -92,7 +92,7 @@ ncclResult_t ncclCommInitRankConfig(void **made, int size, ncclUniqueId id, int 
   if (config->magic != 0xcafebeef || config->size != sizeof *config || config->blocking != 0) return ncclInvalidArgument;
   if (config->version != 21700) return ncclInvalidArgument; /* the fields above are those of 2.17 */
   if (config->netName || config->cgaClusterSize != INT_MIN) return ncclInvalidArgument; /* left to NCCL */
-  if (config->minCTAs != 1 || config->maxCTAs != 4) return ncclInvalidArgument; /* docs/weight_sync.md says so */
+  if (config->minCTAs != 1 || config->maxCTAs != 4) return ncclInvalidArgument; /* docs/how/weights.md says so */
   comm_t *comm = calloc(1, sizeof *comm);
   comm->rank = rank;
   comm->size = size;
