@@ -27,8 +27,8 @@ class RewardChoice(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(description="A name of docs/rewards.md, a dotted path or FILE.py:function.")
-    settings: dict[str, Any] = Field(default_factory=dict, description="Given to the reward, see docs/rewards.md.")
+    name: str = Field(description="A name of docs/guide/reward.md, a dotted path or FILE.py:function.")
+    settings: dict[str, Any] = Field(default_factory=dict, description="Given to the reward, see docs/guide/reward.md.")
 
 
 class RewardsConfig(BaseModel):
@@ -43,7 +43,7 @@ class RewardsConfig(BaseModel):
 
 
 class TeacherConfig(BaseModel):
-    """A server that judges the tokens of finished episodes (docs/distillation.md)."""
+    """A server that judges the tokens of finished episodes (docs/guide/distillation.md)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -141,7 +141,7 @@ class AgentConfig(BaseModel):
     capture: CaptureConfig = CaptureConfig()
     reward: str = Field(
         "",
-        description="A name of docs/rewards.md, by_data_source, or a compute_score as dotted path or FILE.py:function."
+        description="A name of docs/guide/reward.md, by_data_source, or a compute_score as dotted path or FILE.py:function."
         " Empty: the loop sets rewards.",
     )
     rewards: RewardsConfig = RewardsConfig()

@@ -2,7 +2,7 @@
 
     agent(client, task) ──► openai_client ──► session (parent turn? splice : new segment) ──► journal ──► segments
 
-The rules are those of recorded episodes (docs/recorded_episodes.md): the same prefix tree and journal, no server.
+The rules are those of recorded episodes (docs/guide/agent.md): the same prefix tree and journal, no server.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     agent ──API──► GatewaySession, on the episode's own lease, journal and budget ──► segments
 
-The rules are those of recorded episodes (docs/recorded_episodes.md). On a resumed episode the agent runs from its
+The rules are those of recorded episodes (docs/guide/agent.md). On a resumed episode the agent runs from its
 start, and its requests are answered from the journal, each answer once and in order.
 """
 

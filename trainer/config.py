@@ -35,7 +35,7 @@ class KLConfig(BaseModel):
 
 
 class DistillConfig(BaseModel):
-    """The pull towards the teachers of `agent.teachers`, token by token (docs/distillation.md)."""
+    """The pull towards the teachers of `agent.teachers`, token by token (docs/guide/distillation.md)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""What `scripts/gpu-check` left in its folder, as one JSON file and as the table of docs/gpu.md.
+"""What `scripts/gpu-check` left in its folder, as one JSON file and as the table of docs/guide/gpu.md.
 
 python -m benchmarks.support.gpu_report FOLDER
 """

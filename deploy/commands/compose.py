@@ -16,7 +16,7 @@ app = typer.Typer(
 
 @app.callback()
 def group() -> None:
-    """A run in containers: Redis, rollout servers, workers, sandbox, trainer, page; see docs/compose.md."""
+    """A run in containers: Redis, rollout servers, workers, sandbox, trainer, page; see docs/guide/cluster.md."""
 
 
 @app.command()

@@ -52,7 +52,7 @@ def doctor(
     """Check that this machine can run a recipe, and report how to fix what fails.
 
     Versions, ports, Redis, disk, memory, model, template, data, rewards, boxes (three attacks from inside one); every
-    check is explained in docs/doctor.md. Exits with 1 if one fails.
+    check is explained in docs/guide/operations.md. Exits with 1 if one fails.
 
     Examples: penstock doctor recipes/calculator.yaml trainer.ranks=2
     . runs/mine/connect.env; penstock doctor --join

@@ -176,7 +176,7 @@ def _fix(config: RunConfig, reason: str) -> str:
         return "start the service that agent.rewards names, or correct its url"
     if "HTTP 401" in reason or "HTTP 403" in reason:
         return "the service refuses the token: set the environment variable of its key as the service has it"
-    return f"make {config.agent.reward} return a finite number for this row, see docs/rewards.md"
+    return f"make {config.agent.reward} return a finite number for this row, see docs/guide/reward.md"
 
 
 QUESTION = {"query": "penstock doctor"}

@@ -71,7 +71,7 @@ def check_data(config: RunConfig) -> Check:
             return Check("data", False, spec, str(error))
         if config.rollout.engine in BLIND and any(row.has_images for row in rows):
             detail = f"{spec} has images, of which rollout.engine={config.rollout.engine} makes pixels of its own"
-            return Check("data", False, detail, "set rollout.engine=vllm or hf, see docs/vision.md")
+            return Check("data", False, detail, "set rollout.engine=vllm or hf, see docs/guide/vision.md")
         counts.append(f"{len(rows)} rows in {spec}")
     return Check("data", True, "; ".join(counts) or "generated for the run")
 
@@ -84,7 +84,7 @@ def check_curriculum(config: RunConfig) -> Check | None:
     try:
         config.data.curriculum.check(sorted(sources))
     except ValueError as error:
-        return Check(name, False, str(error), "name data sources of the data, see docs/curriculum.md")
+        return Check(name, False, str(error), "name data sources of the data, see docs/guide/data.md")
     weights = (f"{source} {config.data.curriculum.of_source(source):g}" for source in sorted(sources))
     return Check(name, True, ", ".join(weights))
 

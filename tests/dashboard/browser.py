@@ -23,7 +23,7 @@ CHROMIUM = next(filter(None, map(shutil.which, PROGRAMS)), None)
 START_S = 60
 PATIENCE_MS = 60_000
 PICTURES = os.environ.get("PENSTOCK_SCREENSHOTS")
-"""A folder for the pictures of docs/dashboard.md; unset: none are taken."""
+"""A folder for the pictures of docs/guide/monitoring.md; unset: none are taken."""
 MISSING = CHROMIUM is None or find_spec("playwright") is None
 IN_BROWSER = [
     pytest.mark.browser,

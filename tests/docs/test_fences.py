@@ -23,11 +23,11 @@ LANGUAGES = ("", "text", "console", "bash", "python", "yaml", "json", "toml")
 """What these tests can read; a block in another one is run by a named test, or only shown."""
 RUN_BY = {
     "docs/algorithms.md": "tests/docs/test_algorithms.py",
-    "docs/swe.md": "tests/docs/test_tutorials.py",
-    "docs/tutorials/my_own_environment.md": "tests/docs/test_own_environment.py",
-    "docs/tutorials/my_first_tool.md": "tests/tools/test_tutorial.py",
-    "docs/tutorials/my_own_sandbox_image.md": "tests/docs/test_tutorials.py",
-    "docs/tutorials/my_own_tests.md": "tests/docs/test_tutorials.py",
+    "docs/guide/swe.md": "tests/docs/test_tutorials.py",
+    "docs/guide/environment.md": "tests/docs/test_own_environment.py",
+    "docs/guide/tool.md": "tests/tools/test_tutorial.py",
+    "docs/guide/swe.md": "tests/docs/test_tutorials.py",
+    "docs/guide/loop.md": "tests/docs/test_tutorials.py",
 }
 """Pages whose programs have a test of their own, which runs all of them in order."""
 NEEDS = {"import torch": "torch", "make_engine(": "torch", "make_sandbox(": "bwrap", "RedisServer(": "redis"}

@@ -1,4 +1,4 @@
-"""What docs/architecture.md and docs/operations.md name exists."""
+"""What docs/architecture.md and docs/guide/operations.md name exists."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def program() -> str:
 
 
 def first_cells(heading: str) -> list[str]:
-    """Code in the first column of the table under a heading of docs/operations.md."""
-    section = text_of("docs/operations.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    """Code in the first column of the table under a heading of docs/guide/operations.md."""
+    section = text_of("docs/guide/operations.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
     cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
     return [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
 

@@ -1,4 +1,4 @@
-"""docs/tutorials/my_own_environment.md, from an empty folder to a trained model."""
+"""docs/guide/environment.md, from an empty folder to a trained model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.docs.pages import ROOT, fences
 
-PAGE = "docs/tutorials/my_own_environment.md"
+PAGE = "docs/guide/environment.md"
 
 pytestmark = [pytest.mark.redis, pytest.mark.torch, pytest.mark.timeout(1800)]
 

@@ -1,4 +1,4 @@
-"""docs/tutorials/my_first_tool.md: its files are written out, its programs run, and they print what the page shows."""
+"""docs/guide/tool.md: its files are written out, its programs run, and they print what the page shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from penstock.tools import ToolConfig
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/tutorials/my_first_tool.md").read_text()
+PAGE = (ROOT / "docs/guide/tool.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -76,7 +76,7 @@ class CurriculumWeights(BaseModel):
 
 
 class CurriculumConfig(CurriculumWeights):
-    """Which tasks come how often (docs/curriculum.md)."""
+    """Which tasks come how often (docs/guide/data.md)."""
 
     pass_reward: float = Field(1.0, description="An episode with this reward or more has passed.")
 

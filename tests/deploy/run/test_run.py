@@ -92,7 +92,7 @@ def test_run_synchronous_over_http_resumes_after_ctrl_c(start_run, tmp_path: Pat
 
 
 def assert_every_role_exports_metrics(run: LivingRun) -> None:
-    """As Prometheus finds and asks them, of a run that does not end meanwhile; `docs/telemetry.md` knows every name."""
+    """As Prometheus finds and asks them, of a run that does not end meanwhile; `docs/guide/monitoring.md` knows every name."""
     targets, token = run.root / "prometheus-targets.json", run.root / "metrics.token"
     missing = {
         "head": "penstock_queue_version",
