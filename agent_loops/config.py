@@ -129,7 +129,7 @@ class AgentConfig(BaseModel):
     episode_deadline_s: float = Field(120.0, gt=0, description="An episode that takes longer is truncated(deadline).")
     parser: Literal["auto", ParserName] = Field(
         "auto",
-        description="Format of the model's tool calls, see docs/tools.md. auto: of the only parser that reads those"
+        description="Format of the model's tool calls, see docs/extend/tool.md. auto: of the only parser that reads those"
         " of its chat template; if there is none, tools are refused.",
     )
     thinking_history: Literal["keep", "strip"] = Field(

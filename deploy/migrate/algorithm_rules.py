@@ -75,7 +75,7 @@ def loss(verl: VerlSettings) -> Iterator[Setting]:
     name = LOSSES.get(mode)
     if name is None:
         verl.lose(
-            f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not here; its place is taken by ppo (docs/algorithms.md)"
+            f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not here; its place is taken by ppo (docs/extend/algorithm.md)"
         )
         name = "ppo"
     yield "trainer.loss", name
@@ -119,7 +119,7 @@ def advantage(verl: VerlSettings) -> Iterator[Setting]:
     theirs = verl["algorithm.adv_estimator"]
     name = str(theirs).removesuffix("_vectorized")
     if name not in ADVANTAGES:
-        verl.lose("algorithm.adv_estimator", f"{theirs} is not here: grpo (docs/algorithms.md)")
+        verl.lose("algorithm.adv_estimator", f"{theirs} is not here: grpo (docs/extend/algorithm.md)")
         name = "grpo"
     if name == "grpo" and not verl["algorithm.norm_adv_by_std_in_grpo"]:
         name = "dr_grpo"

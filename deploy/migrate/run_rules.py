@@ -88,7 +88,7 @@ def agent(verl: VerlSettings) -> Iterator[Setting]:
         yield "agent.settings.max_calls_per_turn", verl[f"{turns}.max_parallel_calls"]
         parser = PARSERS.get(verl[f"{turns}.format"])
         if parser is None:
-            verl.lose(f"{turns}.format", f"{verl[f'{turns}.format']}: choose agent.parser (docs/tools.md)")
+            verl.lose(f"{turns}.format", f"{verl[f'{turns}.format']}: choose agent.parser (docs/extend/tool.md)")
         else:
             yield "agent.parser", parser
 

@@ -4,7 +4,7 @@
                                   └─► end: status, output, files ─► outcome ─► the task's reward
 
 The box has no network: the program reaches the API of its own episode by a port of the box's loopback, which the
-sandbox's driver carries to this process. docs/agent_loops.md has the outcomes.
+sandbox's driver carries to this process. docs/extend/loop.md has the outcomes.
 """
 
 from __future__ import annotations

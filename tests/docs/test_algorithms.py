@@ -1,4 +1,4 @@
-"""docs/algorithms.md as it stands: every example trains a step, tables have every name and setting, own files work."""
+"""docs/extend/algorithm.md as it stands: every example trains a step, tables have every name and setting, own files work."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ __all__ = ["desk"]
 LANGUAGES = ("", "text", "console", "bash", "python", "yaml", "json", "toml")
 """What these tests can read; a block in another one is run by a named test, or only shown."""
 RUN_BY = {
-    "docs/algorithms.md": "tests/docs/test_algorithms.py",
+    "docs/extend/algorithm.md": "tests/docs/test_algorithms.py",
     "docs/guide/swe.md": "tests/docs/test_tutorials.py",
     "docs/guide/environment.md": "tests/docs/test_own_environment.py",
     "docs/guide/tool.md": "tests/tools/test_tutorial.py",
@@ -123,6 +123,6 @@ def test_what_is_only_shown_says_why() -> None:
 
 
 def test_the_shortest_loop_is_the_recipes() -> None:
-    shown = next(fence.text for fence in fences("docs/agent_loops.md") if "class MyAgent" in fence.text)
+    shown = next(fence.text for fence in fences("docs/extend/loop.md") if "class MyAgent" in fence.text)
     bodies = [ast.parse(text).body[-1] for text in (shown, (ROOT / "recipes/own_loop/agent.py").read_text())]
     assert len({ast.unparse(part) for body in bodies for part in body.body}) == 1  # type: ignore[attr-defined]

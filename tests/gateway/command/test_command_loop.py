@@ -278,7 +278,7 @@ async def test_a_program_that_asks_otherwise_the_second_time_starts_afresh_at_on
 
 
 async def test_the_example_of_the_page(run, calling_policy):
-    page = (ROOT / "docs/agent_loops.md").read_text().partition("## Any program as the agent")[2]
+    page = (ROOT / "docs/extend/loop.md").read_text().partition("## Any program as the agent")[2]
     example = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     settings = example["agent"]["settings"]
     ended = await run(client=FakeClient(calling_policy(turns=0)), settings=settings)
