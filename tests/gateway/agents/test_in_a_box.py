@@ -40,7 +40,7 @@ from penstock.transfer_queue import (
 
 __all__ = ["data"]
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs/coming_from/coding_agents.md"
+PAGE = ROOT / "docs/from/coding_agents.md"
 INSTALLED = ROOT / ".agents"
 MODEL = str(ROOT / "recipes/calculator/model")
 pytestmark = [pytest.mark.agents, pytest.mark.bwrap, pytest.mark.deep]
