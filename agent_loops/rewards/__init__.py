@@ -1,4 +1,4 @@
-"""Rewards in the box: rules, programs run on test cases, reward models and judges. One file each; docs/guide/reward.md."""
+"""Rewards in the box: rules, programs run on test cases, reward models and judges. See docs/guide/reward.md."""
 
 import lazy_loader
 

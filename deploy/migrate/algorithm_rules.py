@@ -75,7 +75,8 @@ def loss(verl: VerlSettings) -> Iterator[Setting]:
     name = LOSSES.get(mode)
     if name is None:
         verl.lose(
-            f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not here; its place is taken by ppo (docs/extend/algorithm.md)"
+            f"{ACTOR}.policy_loss.loss_mode",
+            f"{mode} is not here; its place is taken by ppo (docs/extend/algorithm.md)",
         )
         name = "ppo"
     yield "trainer.loss", name

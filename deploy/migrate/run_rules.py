@@ -165,7 +165,9 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
     yield "trainer.ranks", trains
     yield "rollout.servers", max(1, samples // per_server)
     if int(verl["trainer.nnodes"]) > 1 or samples + trains > int(verl["trainer.n_gpus_per_node"]):
-        verl.note("more than one machine: rollout.servers=0 here and `penstock rollout` there, see docs/guide/cluster.md")
+        verl.note(
+            "more than one machine: rollout.servers=0 here and `penstock rollout` there, see docs/guide/cluster.md"
+        )
 
 
 def _own_rollout_gpus(verl: VerlSettings) -> int | None:

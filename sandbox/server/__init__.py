@@ -2,7 +2,8 @@
 
     request ─► access (token → caller) ─► quota ─► sessions ─► pool ─► a backend's boxes
 
-`app.serve` runs it, `app.build_app` puts it together; `docs/how/sandbox.md` lists the routes, /openapi.json describes them.
+`app.serve` runs it, `app.build_app` puts it together;
+`docs/how/sandbox.md` lists the routes, /openapi.json their bodies.
 """
 
 import lazy_loader

@@ -73,18 +73,26 @@ def _innermost(app: Any) -> FastAPI:
 SERVERS: Sequence[Server] = (
     Server(
         "Rollout server",
-        "`penstock rollout`; the routes of [recorded episodes](../recorded_episodes.md) are among them.",
+        "`penstock rollout`; the routes of "
+        "[recorded episodes](../guide/agent.md#recorded-episodes-any-openai-client) are among them.",
         _rollout,
     ),
-    Server("Sandbox server", "`penstock sandbox`, port 8700; see [sandbox](../sandbox.md#the-server).", _sandbox),
+    Server("Sandbox server", "`penstock sandbox`, port 8700; see [sandbox](../how/sandbox.md#the-server).", _sandbox),
     Server(
         "Dashboard",
-        "`penstock dashboard`, port 8600; see [dashboard](../dashboard.md). The page's own data, which change with it.",
+        "`penstock dashboard`, port 8600; see [dashboard](../guide/monitoring.md). "
+        "The page's own data, which change with it.",
         _dashboard,
     ),
     Server(
-        "Reward server", "`penstock reward-server`, port 8900; see [rewards](../rewards.md#a-reward-model).", _reward
+        "Reward server",
+        "`penstock reward-server`, port 8900; see [rewards](../guide/reward.md#a-reward-model).",
+        _reward,
     ),
-    Server("Teacher server", "`penstock teacher-server`, port 8950; see [distillation](../distillation.md).", _teacher),
-    Server("Search server", "`penstock search-server`, port 8800; see [tools](../tools.md#search).", _search),
+    Server(
+        "Teacher server",
+        "`penstock teacher-server`, port 8950; see [distillation](../guide/distillation.md).",
+        _teacher,
+    ),
+    Server("Search server", "`penstock search-server`, port 8800; see [tools](../extend/tool.md#search).", _search),
 )

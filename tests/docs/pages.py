@@ -118,7 +118,7 @@ def inline_code(page: str) -> list[str]:
 def our_code(page: str) -> list[str]:
     """Code in prose, but for first cells of tables about other frameworks, which hold those frameworks' names."""
     text = prose(page)
-    if page.startswith("docs/coming_from/"):
+    if page.startswith("docs/from/"):
         text = re.sub(r"^\| .*? \| ", "| ", text, flags=re.MULTILINE)
     return INLINE.findall(text)
 

@@ -1,4 +1,4 @@
-"""docs/extend/algorithm.md as it stands: every example trains a step, tables have every name and setting, own files work."""
+"""docs/extend/algorithm.md : every example trains a step, tables are complete, own files work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.transfer_queue import Batch
 
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+PAGE = (ROOT / "docs/extend/algorithm.md").read_text()
 COMMANDS = [line for line in PAGE.splitlines() if line.startswith("penstock run ")]
 FILES = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 

@@ -23,11 +23,8 @@ LANGUAGES = ("", "text", "console", "bash", "python", "yaml", "json", "toml")
 """What these tests can read; a block in another one is run by a named test, or only shown."""
 RUN_BY = {
     "docs/extend/algorithm.md": "tests/docs/test_algorithms.py",
-    "docs/guide/swe.md": "tests/docs/test_tutorials.py",
     "docs/guide/environment.md": "tests/docs/test_own_environment.py",
     "docs/guide/tool.md": "tests/tools/test_tutorial.py",
-    "docs/guide/swe.md": "tests/docs/test_tutorials.py",
-    "docs/guide/loop.md": "tests/docs/test_tutorials.py",
 }
 """Pages whose programs have a test of their own, which runs all of them in order."""
 NEEDS = {"import torch": "torch", "make_engine(": "torch", "make_sandbox(": "bwrap", "RedisServer(": "redis"}

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.docs.pages import fences, text_of
 from tests.sandbox.conftest import why_no_docker
 from tests.sandbox.swe.wordkit import make_repository, rows_of
 
 from penstock.datasets.swe import write_box_packages
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TESTS, IMAGE = "## Tests of your own", "## A sandbox image of your own"
 
 
-def blocks(page: Path, language: str) -> list[str]:
-    return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
+def blocks(page: str, language: str, heading: str) -> list[str]:
+    """The blocks of one language below a heading of the page."""
+    start = text_of(page).splitlines().index(heading)
+    return [fence.text for fence in fences(page) if fence.language == language and fence.line > start]
 
 
 def test_my_own_tests_pass(tmp_path, tokenizer_for):
     tokenizer_for("qwen2_5").save_pretrained(tmp_path / "model")
-    for text in blocks(ROOT / "docs" / "tutorials" / "my_own_tests.md", "python"):
+    for text in blocks("docs/guide/loop.md", "python", TESTS):
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{tmp_path}", "MODEL": "model"}
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -41,14 +43,14 @@ def test_my_own_tests_pass(tmp_path, tokenizer_for):
 def test_my_own_sandbox_image(tmp_path, monkeypatch, capsys):
     if reason := why_no_docker():
         pytest.skip(reason)
-    page = ROOT / "docs" / "tutorials" / "my_own_sandbox_image.md"
-    for text in [*blocks(page, "python"), *blocks(page, "dockerfile")]:
+    page = "docs/guide/swe.md"
+    for text in [*blocks(page, "python", IMAGE), *blocks(page, "dockerfile", IMAGE)]:
         (tmp_path / text.splitlines()[0].removeprefix("# ")).write_text(text)
     monkeypatch.chdir(tmp_path)
     try:
-        for commands in blocks(page, "bash"):
+        for commands in blocks(page, "bash", IMAGE):
             subprocess.run(["bash", "-euo", "pipefail", "-c", commands], check=True, timeout=200, capture_output=True)
-        for program, expected in zip(("try_box.py", "try_rows.py"), blocks(page, "text"), strict=True):
+        for program, expected in zip(("try_box.py", "try_rows.py"), blocks(page, "text", IMAGE), strict=True):
             runpy.run_path(program, run_name="__main__")
             printed = capsys.readouterr().out.splitlines()
             assert [line for line in printed if not line.startswith("docker ")] == expected.splitlines()
@@ -60,7 +62,7 @@ def test_my_own_sandbox_image(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.bwrap
 def test_the_page_on_swe_environments(tmp_path, monkeypatch, capsys):
-    (program,) = blocks(ROOT / "docs" / "swe.md", "python")
+    (program,) = [fence.text for fence in fences("docs/guide/swe.md") if fence.file == "try_swe.py"]
     base = make_repository(tmp_path / "wordkit")
     row = rows_of(tmp_path / "wordkit", base, write_box_packages(tmp_path / "packages"))[0]
     (tmp_path / "tasks.jsonl").write_text(json.dumps({**row, "repository": "wordkit", "packages": "packages"}) + "\n")

@@ -26,9 +26,11 @@ def test_the_largest_difference_from_verl() -> None:
     )
     assert done.stdout, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    page = (ROOT / "docs" / "algorithms.md").read_text()
+    page = (ROOT / "docs/extend/algorithm.md").read_text()
     table = re.findall(r"^\| ([\w, ]+) \| [^|]+ \| \de[+-]\d\d \|$", page, re.MULTILINE)
-    assert table == list(found["largest_difference"]), "the table in docs/extend/algorithm.md has every comparison, in order"
+    assert table == list(found["largest_difference"]), (
+        "the table in docs/extend/algorithm.md has every comparison, in order"
+    )
     too_large = {name: value for name, value in found["largest_difference"].items() if not value <= found["goal"]}
     assert too_large == {}
     assert done.returncode == 0

@@ -1,1 +1,1 @@
-"""A run in containers: `penstock compose init` makes a folder that `docker compose up` starts; see docs/guide/cluster.md."""
+"""A run in containers: `penstock compose init` makes a folder for `docker compose up`; see docs/guide/cluster.md."""

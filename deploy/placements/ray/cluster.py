@@ -121,7 +121,10 @@ def _needs(config: RunConfig) -> list[tuple[bool, str]]:
     rollout, url = config.rollout, config.transfer_queue.url
     sandbox = config.sandbox
     return [
-        (url is None or is_loopback(urlsplit(url).hostname), "transfer_queue.url=redis://HOST:6379  (docs/guide/cluster.md)"),
+        (
+            url is None or is_loopback(urlsplit(url).hostname),
+            "transfer_queue.url=redis://HOST:6379  (docs/guide/cluster.md)",
+        ),
         (is_loopback(rollout.host), "rollout.host=0.0.0.0  (servers, under their machines' names)"),
         (rollout.weight_transport == "shm", "rollout.weight_transport=http  (or broadcast, nccl, disk)"),
         (

@@ -142,7 +142,9 @@ def test_what_no_setting_spares_names_its_keys() -> None:
 def test_the_sum_of_the_large_mixture() -> None:
     config = load_config(RECIPES / "moe_megatron.yaml")
     found = trainer_bytes(shipped(config.model), config.trainer, 1, critic=False)
-    assert found["weights"] + found["gradients"] + found["moments"] == pytest.approx(70e9, rel=0.01), "docs/how/megatron.md"
+    assert found["weights"] + found["gradients"] + found["moments"] == pytest.approx(70e9, rel=0.01), (
+        "docs/how/megatron.md"
+    )
     assert sum(found.values()) == pytest.approx(86e9, rel=0.01), "a checkpoint gathers one state in float32"
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from penstock.deploy import app, load_config
 from penstock.deploy.preflight.settings import check_engine
 
-DOCS = Path(__file__).parents[3] / "docs" / "telemetry.md"
+DOCS = Path(__file__).parents[3] / "docs/guide/monitoring.md"
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(1500)]
 
 ROLES = 4
@@ -92,7 +92,7 @@ def test_run_synchronous_over_http_resumes_after_ctrl_c(start_run, tmp_path: Pat
 
 
 def assert_every_role_exports_metrics(run: LivingRun) -> None:
-    """As Prometheus finds and asks them, of a run that does not end meanwhile; `docs/guide/monitoring.md` knows every name."""
+    """Prometheus finds and asks the roles of a running run; `docs/guide/monitoring.md` knows every name."""
     targets, token = run.root / "prometheus-targets.json", run.root / "metrics.token"
     missing = {
         "head": "penstock_queue_version",

@@ -34,7 +34,7 @@ def panels() -> list[dict[str, Any]]:
 def test_the_table_is_what_the_roles_expose() -> None:
     table = {
         name: (kind, frozenset(re.findall(r"`(\w+)`", labels)), frozenset(re.findall(r"\w+", roles)))
-        for name, kind, labels, roles in ROW.findall((ROOT / "docs" / "telemetry.md").read_text())
+        for name, kind, labels, roles in ROW.findall((ROOT / "docs/guide/monitoring.md").read_text())
     }
     roles: dict[str, set[str]] = {}
     for role, families in exporters().items():

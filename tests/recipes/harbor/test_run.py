@@ -1,4 +1,4 @@
-"""Two recipes on Harbor's tasks in containers: under a scripted model every second episode is solved; trained."""
+"""Two recipes on Harbor tasks in containers (docs/from/environments.md); a scripted model solves every second one."""
 
 from __future__ import annotations
 

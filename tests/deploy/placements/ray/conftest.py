@@ -33,7 +33,7 @@ QUICK_TO_NOTICE = {
 
 Nor does Ray kill workers for what others take of this machine's memory."""
 ON_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Ray then takes 127.0.0.1 for an address, where it would put the machine's own in its place; see docs/guide/cluster.md."""
+"""Ray then takes 127.0.0.1 for an address instead of the machine's own; see docs/guide/cluster.md."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.torch
 
 
 def test_four_ranks_never_hold_more_than_their_shards_and_a_piece() -> None:
-    """The bar of `penstock bench trainer` (docs/how/benchmarks.md) on a model of 220 MB; its embedding alone is a shard."""
+    """The bar of `penstock bench trainer` (docs/how/benchmarks.md) on 220 MB; the embedding alone is a shard."""
     found = starts(SIZES["56m"])
     assert len(found["ranks"]) == LOAD_RANKS
     shards = [one["shard_bytes"] for one in found["ranks"]]
