@@ -129,8 +129,8 @@ class AgentConfig(BaseModel):
     episode_deadline_s: float = Field(120.0, gt=0, description="An episode that takes longer is truncated(deadline).")
     parser: Literal["auto", ParserName] = Field(
         "auto",
-        description="Format of the model's tool calls, see docs/extend/tool.md. auto: of the only parser that reads those"
-        " of its chat template; if there is none, tools are refused.",
+        description="Format of the model's tool calls, see docs/extend/tool.md. auto: of the only parser that reads"
+        " those of its chat template; if there is none, tools are refused.",
     )
     thinking_history: Literal["keep", "strip"] = Field(
         "keep", description="Old thinking: kept token for token, or a new segment where the chat template drops it."
@@ -141,8 +141,8 @@ class AgentConfig(BaseModel):
     capture: CaptureConfig = CaptureConfig()
     reward: str = Field(
         "",
-        description="A name of docs/guide/reward.md, by_data_source, or a compute_score as dotted path or FILE.py:function."
-        " Empty: the loop sets rewards.",
+        description="A name of docs/guide/reward.md, by_data_source, or a compute_score as dotted path or"
+        " FILE.py:function. Empty: the loop sets rewards.",
     )
     rewards: RewardsConfig = RewardsConfig()
     sources: dict[str, SourceConfig] = Field(
