@@ -389,7 +389,7 @@ def _annotation(dotted: str) -> Any:
 def _description(location: Sequence[str]) -> str:
     model = _section(location[:-1])
     field = model.model_fields.get(location[-1]) if model else None
-    return (field.description if field else None) or "see docs/configuration.md"
+    return (field.description if field else None) or "`penstock run RECIPE --dry-run` prints every setting"
 
 
 def _section(location: Sequence[str]) -> type[BaseModel] | None:

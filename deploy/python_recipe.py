@@ -1,6 +1,6 @@
 """A recipe in one Python file: `penstock run my_game.py`.
 
-    SETTINGS = {"model": "…", "trainer.lr": 1e-5}     any key of docs/configuration.md, dotted or nested
+    SETTINGS = {"model": "…", "trainer.lr": 1e-5}     any setting, dotted or nested
     class Game: reset(seed), step(action)             agent.loop=gymnasium, agent.settings.env
     @function_tool def search(query: str): …          tools
     def compute_score(…): …                           agent.reward

@@ -1,8 +1,7 @@
-from .__main__ import main as main
 from .configuration import render_configuration as render_configuration
 from .configuration import section_of as section_of
 from .pages import PAGES as PAGES
-from .pages import stale as stale
+from .pages import write as write
 from .public import PUBLIC as PUBLIC
 from .schema_text import describe as describe
 from .schema_text import type_text as type_text

@@ -16,8 +16,8 @@ from penstock.deploy.cli import app
 
 HEADER = """# Command line
 
-Made by `python -m scripts.reference`; a test fails when this page is stale. In a terminal: `penstock --help`.
-`KEY=VALUE` overrides keys of [configuration.md](../configuration.md).
+In a terminal: `penstock --help`.
+`KEY=VALUE` overrides keys of the [configuration](configuration.md).
 """
 EXAMPLE = re.compile(r"^Examples?:\s*")
 KINDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", bool: ""}

@@ -10,7 +10,6 @@ from scripts.reference.servers import SERVERS, Server
 
 HEADER = """# HTTP
 
-Made by `python -m scripts.reference` from the servers' OpenAPI schemas; a test fails when this page is stale.
 Every route needs `Authorization: Bearer TOKEN`, but for the dashboard's own files. Rollout and sandbox servers answer
 `GET /openapi.json` with the whole schema.
 """

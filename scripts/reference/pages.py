@@ -8,7 +8,7 @@ from pathlib import Path
 from scripts.reference import command_line, configuration, http, python
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "configuration.md": configuration.render_configuration,
+    "reference/configuration.md": configuration.render_configuration,
     "reference/cli.md": command_line.render,
     "reference/http.md": http.render,
     "reference/python.md": python.render,
@@ -17,16 +17,8 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def write(docs: Path) -> None:
+    """Write every page below the folder `docs`."""
     for name, render in PAGES.items():
         page = docs / name
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(render(), encoding="utf-8")
-
-
-def stale(docs: Path) -> list[str]:
-    """Names of the pages that are missing or not as they should be."""
-    return [name for name, render in PAGES.items() if _text(docs / name) != render()]
-
-
-def _text(page: Path) -> str | None:
-    return page.read_text(encoding="utf-8") if page.is_file() else None

@@ -14,12 +14,18 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from scripts.reference import PAGES as REFERENCE
+
 ROOT = Path(__file__).parents[2]
-GENERATED = "docs/reference/", "docs/configuration.md"
-PAGES = sorted(str(file.relative_to(ROOT)) for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+GENERATED = {f"docs/{name}": render for name, render in REFERENCE.items()}
+"""Pages that are made when the site is built, and how."""
+PAGES = sorted(
+    str(file.relative_to(ROOT))
+    for file in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    if "reference" not in file.parts
+)
 RECIPE_PAGES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "recipes").rglob("*.md"))
-WITH_COMMANDS = ["AGENTS.md", *PAGES, *RECIPE_PAGES]
-WRITTEN = [page for page in PAGES if not page.startswith(GENERATED)]
+WITH_COMMANDS = ["AGENTS.md", *PAGES, *GENERATED, *RECIPE_PAGES]
 DIRECTIVE = re.compile(r"^\s*<!-- (shown only|run by): (.+?) -->\s*$")
 OPENING = re.compile(r"^( *)```(\w*)\s*$")
 OURS = re.compile(r"^(\$ )?(\w+=\S+ )*(penstock|scripts/\S+|pytest|python -m penstock\S*|pip install) ?")
@@ -53,7 +59,7 @@ class Fence:
 
 @cache
 def text_of(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
+    return GENERATED[page]() if page in GENERATED else (ROOT / page).read_text(encoding="utf-8")
 
 
 @cache
@@ -106,7 +112,7 @@ def _without_remark(line: str) -> str:
 
 def inline_commands(page: str) -> Iterator[str]:
     """Commands of ours in the prose, as `penstock run RECIPE --dry-run`; generated pages have usage lines instead."""
-    for code in () if page.startswith(GENERATED) else inline_code(page):
+    for code in () if page in GENERATED else inline_code(page):
         if re.match(r"penstock [a-z]", code) and not code.endswith("…)"):
             yield code
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.docs.commands import Wrong, check, check_name, desk, simple_commands
-from tests.docs.pages import WITH_COMMANDS, WRITTEN, command_texts, fences, inline_commands, our_code
+from tests.docs.pages import PAGES, WITH_COMMANDS, command_texts, fences, inline_commands, our_code
 from tests.docs.settings import unknown_key
 
 from penstock.deploy import ConfigError, check_template, load_config
@@ -68,7 +68,7 @@ def test_bash_can_read_every_bash_block() -> None:
             assert read.returncode == 0, f"{fence.name}: {read.stderr!r}"
 
 
-@pytest.mark.parametrize("page", WRITTEN)
+@pytest.mark.parametrize("page", PAGES)
 def test_every_key_in_the_prose_exists(page: str) -> None:
     assert [code for code in our_code(page) if unknown_key(code)] == []
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.docs.commands import desk
-from tests.docs.pages import PAGES, ROOT, WRITTEN, Fence, fences
+from tests.docs.pages import PAGES, ROOT, Fence, fences
 from tests.docs.settings import check_recipe_part
 
 __all__ = ["desk"]
@@ -39,7 +39,7 @@ def by_language(language: str) -> list[Fence]:
 
 def to_run() -> Iterator[Any]:
     """(page, its programs in order), marked with what they need; test_reference imports what generated pages name."""
-    for page in WRITTEN:
+    for page in PAGES:
         programs = [one for one in fences(page) if one.language == "python" and not one.shown_only and not one.run_by]
         if programs and page not in RUN_BY:
             needs = sorted({marker for said, marker in NEEDS.items() for one in programs if said in one.text})
@@ -99,7 +99,7 @@ def test_json_toml_and_shown_yaml_can_be_read() -> None:
             list(yaml.safe_load_all(fence.text))
 
 
-@pytest.mark.parametrize("page", WRITTEN)
+@pytest.mark.parametrize("page", PAGES)
 def test_a_block_of_another_language_has_its_own_test(page: str) -> None:
     others = [f"{one.name} {one.language}" for one in fences(page) if one.language not in LANGUAGES]
     marked = [f"{one.name} {one.language}" for one in fences(page) if one.shown_only or one.run_by or page in RUN_BY]

@@ -15,7 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
-from tests.docs.pages import ROOT
+from scripts.reference import write
+from tests.docs.pages import GENERATED, PAGES, ROOT
 
 DOCS = ROOT / "docs"
 CONFIG = (ROOT / "mkdocs.yml").read_text()
@@ -67,6 +68,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     shutil.copy(ROOT / "mkdocs.yml", folder)
     shutil.copytree(DOCS, folder / "docs")
+    write(folder / "docs")
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,7 +87,7 @@ def test_every_page_of_docs_is_built(site: Path) -> None:
 
 def test_every_page_is_in_the_menu() -> None:
     in_menu = list(_leaves(yaml.safe_load(CONFIG)["nav"]))
-    there = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
+    there = {page.removeprefix("docs/") for page in (*PAGES, *GENERATED) if page.startswith("docs/")}
     assert len(in_menu) == len(set(in_menu))
     assert there - set(in_menu) == set(), "add to (or uncomment in) nav of mkdocs.yml"
     assert set(in_menu) - there == set(), "in nav of mkdocs.yml, but not in docs/"
