@@ -259,10 +259,10 @@ class TrainerConfig(BaseModel):
         description="Each layer's activations are computed again in the backward, not kept: less memory, slower. "
         "selective (fsdp) keeps attention's and every second matrix product's: between the two in both.",
     )
-    offload: bool = Field(
+    offload: bool | Literal["optimizer"] = Field(
         False,
         description="On GPUs: weights and moments stay in the host's memory, AdamW runs there; gradients go there once "
-        "per update.",
+        "per update. optimizer: only the moments, which cross to the device and back in each update.",
     )
     activation_offload: bool = Field(
         False,
@@ -332,7 +332,7 @@ class TrainerConfig(BaseModel):
         is the host's: beside an engine on CPUs more than one for each process is slower."""
         if self.threads is not None:
             return self.threads
-        return max(1, cores // max(1, ranks)) if self.offload and on_gpu else 1
+        return max(1, cores // max(1, ranks)) if self.offload is True and on_gpu else 1
 
     def anywhere(self) -> TrainerConfig:
         """Without what concerns speed and memory alone: that may ask for a machine or packages that are not here."""

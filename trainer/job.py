@@ -70,4 +70,4 @@ def threads_here(config: TrainerConfig) -> int:
 
     ranks, there = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cores()
     reserved = min(there, int(os.environ.get(CORES_VARIABLE, there)))
-    return config.threads_of_rank(reserved, ranks, on_gpu=config.offload and torch.cuda.is_available())
+    return config.threads_of_rank(reserved, ranks, on_gpu=torch.cuda.is_available())

@@ -189,12 +189,10 @@ def engine(verl: VerlSettings) -> Iterator[Setting]:
         "trainer.dtype",
         {"bfloat16": "bfloat16", "bf16": "bfloat16"}.get(str(verl[f"{ACTOR}.fsdp_config.dtype"]), "float32"),
     )
-    offloads = [f"{ACTOR}.{part}" for part in ("fsdp_config.param_offload", "fsdp_config.optimizer_offload")]
-    offloads += [
-        f"{ACTOR}.{part}"
-        for part in ("fsdp_config.offload_policy", "megatron.param_offload", "megatron.optimizer_offload")
-    ]
-    yield "trainer.offload", any(verl[key] for key in offloads)
+    of_weights = ("fsdp_config.param_offload", "fsdp_config.offload_policy", "megatron.param_offload")
+    of_moments = ("fsdp_config.optimizer_offload", "megatron.optimizer_offload")
+    whole, moments = (any([verl[f"{ACTOR}.{part}"] for part in parts]) for parts in (of_weights, of_moments))
+    yield "trainer.offload", whole or ("optimizer" if moments else False)
     context = [f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"]
     yield (
         "trainer.parallel.context",

@@ -19,7 +19,7 @@ from penstock.deploy.preflight.check import Check, human, memory_bytes, skipped,
 from penstock.deploy.preflight.memory import server_bytes
 from penstock.deploy.preflight.memory_checks import Gpus, check_device
 from penstock.deploy.preflight.model_shape import find_shape, model_shape
-from penstock.deploy.preflight.rank_memory import rank_bytes, states_bytes
+from penstock.deploy.preflight.rank_memory import device_parts, rank_bytes, states_bytes
 from penstock.deploy.preflight.settings import GPU_DEVICES
 from penstock.deploy.preflight.torch_builds import TorchBuild, build_of, driver_version, newer_driver
 from penstock.deploy.run.plan import (
@@ -95,7 +95,7 @@ def check_devices(config: RunConfig) -> Check | None:
     alone = {
         "trainer.engine=megatron": (trainer.engine == "megatron", "trainer.engine=fsdp"),
         "trainer.liger=true": (trainer.liger, "trainer.liger=false"),
-        "trainer.offload=true": (trainer.offload, "trainer.offload=false"),
+        f"trainer.offload={str(trainer.offload).lower()}": (bool(trainer.offload), "trainer.offload=false"),
         "rollout.vllm_args.enforce_eager=false, which asks for CUDA graphs,": (
             rollout.engine == "vllm" and rollout.servers > 0 and graphs is False,
             "rollout.vllm_args.enforce_eager=true",
@@ -124,12 +124,12 @@ def check_size(config: RunConfig) -> Check | None:
         return None
     if shape is None:
         return None
-    states, served = states_bytes(rank_bytes(shape, config)), server_bytes(shape, config, 0)["weights"]
+    rank, served = rank_bytes(shape, config), server_bytes(shape, config, 0)["weights"]
     gpu_bytes = smallest_gpu_bytes()
     if gpu_bytes is not None:
-        return _on_devices(config, 0.0 if config.trainer.offload else states, served, gpu_bytes)
+        return _on_devices(config, states_bytes(device_parts(rank, config.trainer)), served, gpu_bytes)
     ranks_here = config.trainer.ranks // trainer_nodes()
-    needed, have = ranks_here * states + config.rollout.servers * served, memory_bytes()
+    needed, have = ranks_here * states_bytes(rank) + config.rollout.servers * served, memory_bytes()
     detail = f"{config.model}: trainer and servers keep {human(needed)} of it in this machine's memory of {human(have)}"
     return Check("model size", needed <= have, detail, "take a smaller model, trainer.lora.rank, fewer rollout.servers")
 

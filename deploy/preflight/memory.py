@@ -4,8 +4,9 @@ rank.
 With P parameters, L layers, key-value width kv, b bytes of the arithmetic:
 
     trainer            =  on CPUs all of its ranks; on GPUs the states that trainer.offload, or the turns of
-                          placement, move to the host, where pinned memory takes a third more than asked for
-    checkpoint         =  weights and moments once more, 12·P, until an asynchronous save is written
+                          placement, move to the host; what FSDP pins takes a third more than asked for
+    checkpoint         =  weights and moments once more, 12·P, until an asynchronous save is written, less what
+                          trainer.offload has on the host already
     server             =  weights b·P + KV cache 2·L·kv·b·tokens
     copied             =  of the published version, on all ranks together, b·P, and twice that under megatron or
                           tensor parallelism; a lone rank that writes files keeps none
@@ -17,6 +18,8 @@ With P parameters, L layers, key-value width kv, b bytes of the arithmetic:
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.model_shape import ModelShape
@@ -36,6 +39,8 @@ GB = 1 << 30
 PINNED = 4 / 3
 """Bytes of pinned memory for one that is asked for, on the mean: torch rounds each allocation up to a power of two
 (aten/src/ATen/core/CachingHostAllocator.h)."""
+COPIED: Mapping[bool | str, float] = {False: 1, "optimizer": 1 / 3, True: 0}
+"""Share of a checkpoint that is copied to the host while it is written, by trainer.offload."""
 TORCH_PROCESS = 500 << 20
 """Resident in a process that has loaded torch and transformers, before any weights."""
 WORKER_PROCESS = 300 << 20
@@ -105,11 +110,12 @@ def in_flight_bytes(config: RunConfig) -> float:
 
 
 def _states_on_host(rank: dict[str, float], config: RunConfig) -> float:
-    """Of one rank that computes on a GPU. FSDP's offload pins weights and gradients; what waits for a turn is pinned
-    whole, and gradients are not kept then."""
-    if config.trainer.offload:
+    """Of one rank that computes on a GPU. FSDP's offload pins weights and gradients by torch's allocator, the rest is
+    pinned in one buffer."""
+    offload, in_turns = config.trainer.offload, config.placement.in_turns
+    if offload is True:
         return PINNED * (rank["weights"] + rank["gradients"]) + rank["moments"]
-    return PINNED * (rank["weights"] + rank["moments"]) if config.placement.in_turns else 0
+    return in_turns * rank["weights"] + (in_turns or offload == "optimizer") * rank["moments"]
 
 
 def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
@@ -123,7 +129,7 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     sleepers = servers if placement.colocated else lent_servers(config)
     return {
         "trainer": trainer.ranks * (_states_on_host(rank, config) if on_gpu else sum(rank.values())),
-        "checkpoint": checkpoint_bytes(config, shape) if trainer.ranks else 0,
+        "checkpoint": COPIED[trainer.offload] * checkpoint_bytes(config, shape) if trainer.ranks else 0,
         "offloaded activations": trainer.ranks * waiting_bytes(shape, trainer, rollout.max_model_len),
         "servers": servers * sum(served.values())
         if served_here

@@ -30,7 +30,7 @@ from penstock.deploy.preflight.check import Check, available_bytes, human, memor
 from penstock.deploy.preflight.memory import host_parts, in_flight_bytes, published_bytes, server_bytes
 from penstock.deploy.preflight.model import BadModelFiles, read_weights
 from penstock.deploy.preflight.model_shape import ModelShape, described_shape, find_shape, model_shape
-from penstock.deploy.preflight.rank_memory import ACTIVATIONS, UNDER_OFFLOAD, context_bytes, rank_bytes
+from penstock.deploy.preflight.rank_memory import ACTIVATIONS, context_bytes, device_parts, rank_bytes
 from penstock.deploy.run.plan import gpus_of_server, lent_servers, places_of_server
 from penstock.deploy.run.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
@@ -141,9 +141,7 @@ def check_device(name: str, config: RunConfig, shape: ModelShape, gpus: Gpus) ->
 
 def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float]:
     """Bytes by part of the device that is over its limit, else of the fullest that a rank is on."""
-    rank, claim = rank_bytes(shape, config), _claim(config) * gpus.bytes
-    if config.trainer.offload:
-        rank = {name: rank[name] for name in UNDER_OFFLOAD}
+    rank, claim = device_parts(rank_bytes(shape, config), config.trainer), _claim(config) * gpus.bytes
     rank[PROCESS] = context_bytes(config.trainer)
     servers = config.rollout.servers + config.rollout.evaluation_server
     own = [place for number in range(servers) for place in places_of_server(config, number, gpus.count)]
@@ -200,6 +198,8 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "trainer.recompute=selective": {"recompute": "selective"},
     "trainer.recompute=true": {"recompute": True},
     "trainer.recompute=true trainer.activation_offload=true": {"recompute": True, "activation_offload": True},
+    "trainer.offload=optimizer": {"offload": "optimizer"},
+    "trainer.recompute=true trainer.offload=optimizer": {"recompute": True, "offload": "optimizer"},
     "trainer.offload=true": {"offload": True},
     "trainer.recompute=true trainer.offload=true": {"recompute": True, "offload": True},
 }

@@ -63,7 +63,7 @@ def rank_bytes(shape: ModelShape, config: RunConfig) -> dict[str, float]:
 
 def states_bytes(rank: Mapping[str, float]) -> float:
     """Bytes of a rank that stay from step to step."""
-    return rank["weights"] + rank["gradients"] + rank["moments"]
+    return sum(rank.get(part, 0) for part in ("weights", "gradients", "moments"))
 
 
 def trainer_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int, *, critic: bool) -> dict[str, float]:
@@ -80,6 +80,13 @@ def context_bytes(trainer: TrainerConfig) -> float:
     shards = trainer.ranks // layout.replicate // layout.tensor
     sizes = (shards, layout.replicate, layout.tensor, layout.context, layout.pipeline, layout.expert)
     return CUDA_CONTEXT + NCCL_BUFFERS * sum(size > 1 for size in sizes)
+
+
+def device_parts(rank: Mapping[str, float], trainer: TrainerConfig) -> dict[str, float]:
+    """Return the parts of `rank` that are on its GPU. Under trainer.offload the sum of the packs' gradients is there
+    until it is whole."""
+    on_host = {True: {"weights", "moments"}, "optimizer": {"moments"}, False: set()}[trainer.offload]
+    return {part: size for part, size in rank.items() if part not in on_host}
 
 
 def learning_parameters(shape: ModelShape, trainer: TrainerConfig) -> int:
@@ -139,8 +146,6 @@ def _local_parameters(shape: ModelShape, trainer: TrainerConfig) -> float:
 
 # moments of a backward -----------------------------------------------------------------------------------------------
 GATHERED, REDUCED, ACTIVATIONS = "gathered layers", "gradients before they are reduced", "activations"
-UNDER_OFFLOAD = ("gradients", GATHERED, REDUCED, ACTIVATIONS)
-"""On the device under trainer.offload too: the sum of the packs' gradients goes to the host when it is whole."""
 
 
 def _moments(shape: ModelShape, trainer: TrainerConfig, tokens: float) -> Iterator[dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from penstock.common import cores
 from penstock.trainer import CORES_VARIABLE, Ranks, TrainerConfig
 from penstock.trainer.engine import Flops, Update, peak_tflops
 from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
+from penstock.trainer.engines.fsdp import engine as engine_module
 from penstock.trainer.engines.fsdp.host_states import on_this_rank
 from penstock.trainer.job import threads_here
 from penstock.trainer.ranks.distributed import TorchThread
@@ -40,7 +42,8 @@ COMPILED = pytest.param(
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("recompute", True), ("recompute", "selective"), ("offload", True), COMPILED]
+    ("setting", "value"),
+    [("recompute", True), ("recompute", "selective"), ("offload", True), ("offload", "optimizer"), COMPILED],
 )
 def test_a_setting_changes_no_number(setting: str, value: Any, tiny_model: str, ranks: Ranks) -> None:
     assert_equal(trained(tiny_model, ranks), trained(tiny_model, ranks, **{setting: value}))
@@ -87,17 +90,54 @@ class GradientAdditions(TorchDispatchMode):
 def test_packs_add_up_on_the_device_under_offload(tiny_model: str, ranks: Ranks) -> None:
     """In bfloat16, where a sum that was not in float32 would be seen."""
     packs = [one_pack(length, vocab=64) for length in (60, 30, 45)]
-    engines = {on: FSDPEngine(tiny_model, TrainerConfig(dtype="bfloat16", offload=on), ranks) for on in (False, True)}
+    offloads: tuple[Any, ...] = (False, True, "optimizer")
+    engines = {on: FSDPEngine(tiny_model, TrainerConfig(dtype="bfloat16", offload=on), ranks) for on in offloads}
     for engine in engines.values():
         for step in range(2):
             with GradientAdditions(engine.policy) as additions:
                 engine.update(packs, lambda pack, outputs: -outputs.logprobs.sum(), 130.0, step)
-            if engine.config.offload:
+            if engine.config.offload is True:
                 assert additions.count == 0, "each of them would cross the bus and wait for one core"
             else:
                 assert additions.count > 0, "it is seen"
     expected = dict(engines[False].weights(torch.float32))
-    for name, tensor in engines[True].weights(torch.float32):
+    for on in (True, "optimizer"):
+        for name, tensor in engines[on].weights(torch.float32):
+            torch.testing.assert_close(tensor, expected[name], atol=0, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("offload", [True, "optimizer"])
+def test_an_update_waits_for_the_checkpoint_that_is_written_from_its_states(
+    offload: Any, tiny_model: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written before the update asks to change the states; the run that goes on from there is the same."""
+    config, pack, asked = TrainerConfig(lr=1e-2, offload=offload), one_pack(60, vocab=64), threading.Event()
+    loss = lambda pack, outputs: -outputs.logprobs.sum()  # noqa: E731
+    wait, write_data = engine_module.wait, engine_module.HashingWriter.write_data
+
+    def wait_and_tell(*arguments: Any) -> Any:
+        asked.set()
+        return wait(*arguments)
+
+    def write_later(self: Any, *plan: Any) -> Any:
+        asked.wait()
+        return write_data(self, *plan)
+
+    monkeypatch.setattr(engine_module, "wait", wait_and_tell)
+    monkeypatch.setattr(engine_module.HashingWriter, "write_data", write_later)
+    engine = FSDPEngine(tiny_model, config, ranks)
+    engine.update([pack], loss, 52.0, 0)
+    future = engine.begin_save(tmp_path)
+    try:
+        engine.update([pack], loss, 52.0, 1)
+    finally:
+        asked.set()
+        future.result()
+    resumed = FSDPEngine(tiny_model, config, ranks)
+    resumed.load(tmp_path, 1)
+    resumed.update([pack], loss, 52.0, 1)
+    expected = dict(engine.weights(torch.float32))
+    for name, tensor in resumed.weights(torch.float32):
         torch.testing.assert_close(tensor, expected[name], atol=0, rtol=0, msg=name)
 
 

@@ -54,6 +54,7 @@ class Ranks:
         self.background = background
         """Its own group for checkpoint writing: its collectives must not mix with those of the steps. See `await_saves`
         for its deadline."""
+        self.saves_timeout_s = timeout.total_seconds()
         place = layout.place(self.rank, self.world)
         self.is_replica_leader = place.is_replica_leader
         """First of its copy of the model: does once what concerns the copy's rows."""
@@ -113,6 +114,7 @@ class Ranks:
         """Ranks wait so long for each other's part of a checkpoint from here on. None may be under way."""
         if self.background is not None:
             dist.destroy_process_group(self.background)
+        self.saves_timeout_s = timeout_s
         self.background = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def sum(self, value: float) -> float:

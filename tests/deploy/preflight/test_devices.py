@@ -119,7 +119,11 @@ def test_a_model_larger_than_the_machine_is_refused(model: str, monkeypatch: pyt
     ("settings", "who", "fix"),
     [
         ((), "a trainer rank keeps", "trainer.ranks"),
-        (("trainer.offload=true", "rollout.engine=vllm"), "a rollout server keeps", "tensor_parallel_size"),
+        (
+            ("trainer.offload=true", "trainer.lora.rank=1", "rollout.engine=vllm"),
+            "a rollout server keeps",
+            "tensor_parallel_size",
+        ),
     ],
 )
 def test_a_model_larger_than_a_device_is_refused(model: str, settings: tuple[str, ...], who: str, fix: str) -> None:

@@ -23,7 +23,7 @@ SIZES = {
 """26 million parameters: large enough that their states stand out in a process."""
 
 
-def test_a_step_during_a_save_takes_the_states_and_their_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_during_a_save_takes_the_states_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path, "qwen3", **SIZES)
     command = [sys.executable, str(REPOSITORY / "tests/trainer/saving_rank.py"), str(tmp_path), model]
     environment = {

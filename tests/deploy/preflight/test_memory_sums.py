@@ -128,12 +128,20 @@ def test_each_server_offloads_keys_and_values_to_host_memory() -> None:
     assert host_parts(load_config(RECIPE, [*settings, "rollout.kv_offload_gb=8"]), BIG)["offloaded KV"] == 16 << 30
 
 
-def test_states_on_the_host_are_pinned_and_a_save_copies_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_on_the_host_are_pinned_and_a_save_copies_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.deploy.run.plan.DRIVER", tmp_path)
-    plain, offloaded = (host_parts(load_config(RECIPE, words), BIG) for words in ([], ["trainer.offload=true"]))
+    plain, offloaded, moments = (
+        host_parts(load_config(RECIPE, words), BIG)
+        for words in ([], ["trainer.offload=true"], ["trainer.offload=optimizer"])
+    )
     assert plain["trainer"] == 0
+    assert moments["trainer"] == 8 * BIG.parameters
     assert offloaded["trainer"] > 16 * BIG.parameters, "pinned allocations are rounded up"
-    assert plain["checkpoint"] == offloaded["checkpoint"] == 12 * BIG.parameters
+    assert plain["checkpoint"] == 12 * BIG.parameters
+    assert moments["checkpoint"] == 4 * BIG.parameters
+    assert offloaded["checkpoint"] == 0, "it is written from the states themselves"
     assert host_parts(load_config(RECIPE, ["trainer.lora.rank=8"]), BIG)["checkpoint"] < BIG.parameters
     in_turns = host_parts(load_config(RECIPE, ["placement.colocated=true"]), BIG)
-    assert 12 * BIG.parameters < in_turns["trainer"] < offloaded["trainer"], "no gradients outside of a turn"
+    assert in_turns["trainer"] == 12 * BIG.parameters, "no gradients outside of a turn"

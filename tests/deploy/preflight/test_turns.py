@@ -147,4 +147,4 @@ def test_a_lent_server_sleeps_where_a_second_one_would_not_fit(shape: ModelShape
 def test_in_turns_each_side_must_fit_by_itself(shape: ModelShape) -> None:
     found = check_device("gpu memory", on_vllm(SHARED), shape, Gpus(1, 40 << 30))
     assert not found.ok
-    assert "trainer.offload=true" in found.fix
+    assert "trainer.offload=optimizer" in found.fix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from penstock.trainer.advantages import ADVANTAGES, needs_of
 from penstock.trainer.batch import ModelLimits
@@ -94,6 +94,8 @@ class FSDPEngine:
         self._states = HostStates(lambda: [state for one in self._modules for state in one.states()], ranks.device)
         self._used = self._measured()
         """Bytes on a device that is a CPU, as of the last call that changed them much."""
+        self._written: Future[Any] | None = None
+        """Of a checkpoint that is written from the states themselves."""
 
     @property
     def has_critic(self) -> bool:
@@ -150,6 +152,7 @@ class FSDPEngine:
     ) -> Update:
         summed = module.accumulate(packs, loss, divisor)
         self._used = self._measured()  # the most there is: the step that follows frees the gradients
+        self._await_save()
         return module.step(lr, summed)
 
     def weights(self, dtype: torch.dtype, *, with_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -201,6 +204,7 @@ class FSDPEngine:
 
     def leave_device(self) -> None:
         """See `SharingEngine`."""
+        self._await_save()
         for module in self._modules:
             module.reshard()
         self._states.move_to_host()
@@ -214,11 +218,24 @@ class FSDPEngine:
         self._used = self._measured()
 
     def begin_save(self, path: Path) -> Future[Any]:
-        state = {**_model_state(self), f"rng_{self._ranks.rank}": torch.get_rng_state()}
-        writer = HashingWriter(path, self._ranks.rank)
+        """Under trainer.offload what is on the host is not copied: it is written from where it is, and the next update
+        waits for that."""
+        in_place = bool(self.config.offload)
+        state = {**_model_state(self, on_host=in_place), f"rng_{self._ranks.rank}": torch.get_rng_state()}
+        writer = HashingWriter(path, self._ranks.rank, copies=not in_place)
         future = dcp.async_save(state, storage_writer=writer, process_group=self._ranks.background)
         assert isinstance(future, Future)
+        self._written = future if in_place else None
         return future
+
+    def _await_save(self) -> None:
+        """Return when the states may change; its owner reports a failed checkpoint. Raises `TimeoutError`."""
+        if self._written is None:
+            return
+        timeout_s = self._ranks.saves_timeout_s
+        if not wait((self._written,), timeout_s).done:
+            raise TimeoutError(f"the checkpoint is not written after {timeout_s:.0f} s, and its states must not change")
+        self._written = None
 
     def load(self, checkpoint: Path, written_by: int) -> None:
         state, rng = _model_state(self), f"rng_{self._ranks.rank}"
@@ -264,15 +281,19 @@ def refuse_beside_images(model: str, config: TrainerConfig) -> None:
             raise BadJob(f"{model} sees images, and {key} is not tried with them: set it to {plain}")
 
 
-def _model_state(engine: FSDPEngine) -> dict[str, Any]:
-    model, optimizer = get_state_dict(engine.policy, engine.optimizer)
+def _model_state(engine: FSDPEngine, *, on_host: bool = False) -> dict[str, Any]:
+    """`on_host`: what is on a device is copied; what is on the host is given as it is either way."""
+    options = StateDictOptions(cpu_offload=on_host)
+    model, optimizer = get_state_dict(engine.policy, engine.optimizer, options=options)
     if engine.adapter_settings is not None:  # all but its matrices is in the run's model folder
         learning = {name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad}
         model = {name: value for name, value in model.items() if name in learning}
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     state["kl_coefficient"] = torch.tensor(engine.kl_coefficient, dtype=torch.float64)
     if engine.critic is not None:
-        state["critic"], state["critic_optimizer"] = get_state_dict(engine.critic.module, engine.critic.optimizer)
+        state["critic"], state["critic_optimizer"] = get_state_dict(
+            engine.critic.module, engine.critic.optimizer, options=options
+        )
     return state
 
 
@@ -283,13 +304,18 @@ class HashingWriter(FileSystemWriter):
     checkpoint, reads those and no file again. Files are on disk when they are closed.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, *, copies: bool = True) -> None:
+        """`copies`: of what is written, first; without, nothing may change it meanwhile."""
         # All tensors are on the CPU already. DCP's copy ahead would open a CUDA context on GPU 0 in every rank's writer
         # thread, about 0.5 GB each.
         super().__init__(folder, per_thread_copy_ahead=0)
         self._files = HashingFiles()
         self.fs = self._files
         self._rank = rank
+        self._copies = copies
+
+    def stage(self, state_dict: Any) -> Any:
+        return super().stage(state_dict) if self._copies else state_dict
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """DCP waits for all ranks' results: when the checkpoint is written, every rank's fingerprints are there."""

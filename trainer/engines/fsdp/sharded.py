@@ -48,6 +48,7 @@ from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.activation_offload import offload_activations
 from penstock.trainer.engines.fsdp.context import ContextGroup
+from penstock.trainer.engines.fsdp.host_states import HostAdamW
 from penstock.trainer.engines.fsdp.shell import ModelShell, local_part
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.job import BadJob
@@ -63,7 +64,7 @@ class ShardedModule:
     def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks) -> None:
         self.module = _shard(module, config, ranks)
         self._mesh = ranks.own(mesh_of)
-        self._adds_shards = config.offload or self._mesh.replicate > 1
+        self._adds_shards = config.offload is True or self._mesh.replicate > 1
         """Gradients of packs are added before they are reduced between sets of shards."""
         self._ranks = ranks
         self._preemption = ranks.own(Preemption)
@@ -106,7 +107,8 @@ class TrainableModule(ShardedModule):
     def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks) -> None:
         super().__init__(module, config, ranks)
         self._max_grad_norm = config.max_grad_norm
-        self.optimizer = torch.optim.AdamW(
+        adamw = HostAdamW if config.offload == "optimizer" else torch.optim.AdamW
+        self.optimizer = adamw(
             [one for one in self.module.parameters() if one.requires_grad],
             lr=config.lr,
             betas=config.betas,
@@ -117,6 +119,8 @@ class TrainableModule(ShardedModule):
 
     def states(self) -> Iterator[Tensor]:
         yield from super().states()
+        if isinstance(self.optimizer, HostAdamW):  # its moments are on no device
+            return
         for state in self.optimizer.state.values():
             yield from (one for one in state.values() if isinstance(one, Tensor))
 
@@ -191,7 +195,8 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     compiled, computed again in the backward, activations on the host."""
     mesh = ranks.own(mesh_of)
     shell: ModelShell | None = module.shell
-    if not config.offload and shell is None:
+    on_host = config.offload is True
+    if not on_host and shell is None:
         module.to(ranks.device)
     if mesh.tensor is not None:
         split_over(module, mesh.tensor)
@@ -203,18 +208,18 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     arguments: dict[str, Any] = {
         # FSDP2 adds up on the device what it is to reduce between sets of shards later, one set included; without sets
         # it would add each pack's gradients on the host.
-        "mesh": mesh.sets if config.offload else mesh.shards,
+        "mesh": mesh.sets if on_host else mesh.shards,
         "reshard_after_forward": mesh.size > mesh.replicate,
         "mp_policy": MixedPrecisionPolicy(param_dtype=None if as_kept else computed, reduce_dtype=torch.float32),
     }
-    if config.offload:
+    if on_host:
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     blocks = _blocks(module)
     for block in blocks:
         fully_shard(block, **arguments)
     fully_shard(module, **arguments)
     if shell is not None:
-        shell.fill(module, ranks, torch.device("cpu") if config.offload else ranks.device)
+        shell.fill(module, ranks, torch.device("cpu") if on_host else ranks.device)
     for block in blocks:
         _prepare(block, config)
     if config.activation_offload:

@@ -12,9 +12,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode
 from trainer_support import ProducingQueue, assert_weights, final_weights, make_job
 
 from penstock.trainer import train
+from penstock.trainer.engines.fsdp import host_states
 from penstock.trainer.engines.fsdp.host_states import HostStates
 from penstock.transfer_queue import Limits, OverBudget, TurnCall, TurnReport, Turns, TurnSettings
 
@@ -44,6 +46,67 @@ def test_tensors_of_another_device_stay() -> None:
     states = HostStates(lambda: [here], torch.device("meta"))
     states.move_to_host()
     assert torch.equal(here, torch.ones(4))
+
+
+def test_moments_are_on_the_device_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake CUDA tensors: AdamW refuses operands of two devices, and nothing is computed."""
+    monkeypatch.setattr(host_states, "PART_BYTES", 2 * 4 * 100)
+    monkeypatch.setattr(host_states, "pinned", lambda sizes, _: [torch.empty(n, dtype=torch.uint8) for n in sizes])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        parameters = [torch.nn.Parameter(torch.ones(40, device="cuda")) for _ in range(7)]
+        optimizer = host_states.HostAdamW(parameters, fused=True)
+        most = 0
+
+        def count(*_: Any) -> None:
+            nonlocal most
+            states = [one for state in optimizer.state.values() for one in state.values()]
+            most = max(most, sum(one.nbytes for one in states if one.device.type == "cuda" and one.numel() > 1))
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", counted(torch.optim.AdamW.step, count))
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.ones(40, device="cuda")
+            optimizer.step()
+            assert len(optimizer.state) == len(optimizer.param_groups[0]["params"]) == 7
+            devices = {one.device.type for state in optimizer.state.values() for one in state.values()}
+            assert devices == {"cpu"}
+        assert most == 3 * 40 * 4 * 2, "three parameters reach the limit"
+
+
+def counted(step: Any, count: Any) -> Any:
+    def after(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        count()
+
+    return after
+
+
+class Runtime:
+    """CUDA's, as far as it locks pages."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+def test_pinned_memory_is_not_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    places = host_states.pinned([5 << 20, 3, 0], torch.device("cuda"))
+    assert [place.nbytes for place in places] == [5 << 20, 3, 0]
+    assert places[1].data_ptr() == places[0].data_ptr() + (5 << 20)
+    assert list(runtime.locked.values()) == [(5 << 20) + 64]
+    del places
+    assert not runtime.locked
 
 
 class SharingQueue(ProducingQueue):

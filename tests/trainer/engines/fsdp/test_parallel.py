@@ -40,6 +40,7 @@ DEEP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "HSDP, offloaded": ({"replicate": 2}, {"offload": True, "recompute": True}),
     "FSDP, offloaded": ({}, {"offload": True}),
     "FSDP x TP, offloaded": ({"tensor": 2}, {"offload": True}),
+    "HSDP, moments on the host": ({"replicate": 2}, {"offload": "optimizer"}),
     "FSDP x TP, activations on the host": ({"tensor": 2}, {"activation_offload": True}),
     "FSDP x CP, inputs on the host": ({"context": 2}, {"activation_offload": True, "recompute": True}),
     "HSDP x CP": ({"replicate": 2, "context": 2}, {}),
