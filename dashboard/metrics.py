@@ -156,16 +156,40 @@ FLAT = 1e-6
 """Standard deviation of rewards below which they are equal: sums of squares are rounded."""
 
 
+MANY_FAILED = 0.1
+"""Share of attempts at episodes; more failures than this choose what the model learns from."""
 FALL_STEPS = 5
 """Steps whose mean reward is compared with the best mean of as many steps."""
 
 
 def reward_warning(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a sentence if the newest rewards are all equal or have fallen far below their best; else an empty one.
+    """Return a sentence if many attempts fail, or if the newest rewards are all equal or have fallen far below their
+    best; else an empty one.
 
     `rows`: lines of ``metrics.jsonl``, oldest first.
     """
-    return _flat_rewards(rows) or _fallen_reward([row["reward"] for row in rows if "reward" in row])
+    return (
+        _lost_attempts(rows)
+        or _flat_rewards(rows)
+        or _fallen_reward([row["reward"] for row in rows if "reward" in row])
+    )
+
+
+def _lost_attempts(rows: Sequence[Mapping[str, Any]]) -> str:
+    recent = rows[-FALL_STEPS:]
+    failed = sum(row.get("attempts_failed", 0) for row in recent)
+    attempts = failed + sum(row.get("episodes", 0) for row in recent)
+    if failed <= MANY_FAILED * attempts:
+        return ""
+    causes: Counter[str] = Counter()
+    for row in recent:
+        causes.update(row.get("faults", {}))
+    return (
+        f"{failed} of {attempts} attempts at episodes failed lately. Only the others are trained on, so the model "
+        "learns to avoid whatever fails, good actions too. Commonest faults: "
+        f"{', '.join(f'{cause} ({count})' for cause, count in causes.most_common(2))}. "
+        "Correct the cause; your own code can return a reward instead of raising."
+    )
 
 
 def _fallen_reward(rewards: Sequence[float]) -> str:

@@ -33,6 +33,8 @@ from penstock.transfer_queue.errors import (
 from penstock.transfer_queue.metrics import MEMBER_COST, bucket_of, deciles, journal_cost, task_cost
 from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.types import (
+    KEPT_FAILURES,
+    OTHER_FAILURES,
     DataCursor,
     DeadLetter,
     JournalEntry,
@@ -196,6 +198,9 @@ class MemoryTransferQueue(MemorySteps):
             return known.state != "failed"
         group, member = self._state.owned(lease.episode_id, lease.fence)
         member.attempts, member.failed_fence = member.attempts + 1, lease.fence
+        if group.is_train:
+            failures, text = self._state.failures, outcome.failure
+            failures[text if text in failures or len(failures) < KEPT_FAILURES else OTHER_FAILURES] += 1
         if member.attempts < self._state.limits.max_attempts:
             member.state, member.fence = "queued", self._state.new_fence()
             self._state.counts["retried"] += group.is_train
@@ -237,6 +242,7 @@ class MemoryTransferQueue(MemorySteps):
             parked=state.parked(),
             unconsumed_bytes=state.waiting_bytes(),
             waits_s=dict(self._waits),
+            failures=dict(state.failures),
             workers=dict(workers),
             other_splits=state.count_splits(),
             ages_s={name: age for name, age in ages.items() if age is not None},

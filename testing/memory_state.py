@@ -44,6 +44,7 @@ class MemoryState:
         self.over_age_lengths: Counter[int] = Counter()
         self.announcement: Announcement | None = None
         self.counts: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter()
         self.letters: dict[str, DeadLetter] = {}
         self.letter_bytes: dict[str, list[int]] = {}
         """Accounted bytes of the journals of dead letters."""

@@ -34,6 +34,9 @@ COUNTS = (
     "empty_episodes",
 )
 
+MAX_FAULTS = 5
+"""Different faults in a step's metrics."""
+
 
 def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor) -> None:
     """Count the metrics of the batch itself: rewards, lengths, groups without signal, tokens left out. advantages
@@ -107,7 +110,7 @@ def step_metrics(batch: StepBatch, totals: Totals, updates: Sequence[Update | No
         **{f"{name}/reward": totals.mean(name) for name in sources},
         **{f"{name}/episodes": totals.number(name) for name in sources},
         **{name: totals.mean(name) for name in totals.names("episode/")},
-        "faults": dict(sorted(faults.items(), key=lambda one: -one[1])[:5]),
+        "faults": faults,
     }
 
 

@@ -10,9 +10,10 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from penstock.trainer.evaluate import Evaluator
 from penstock.trainer.export import save_final_model
 from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage, threads_here
 from penstock.trainer.learner import Learner
-from penstock.trainer.metrics import means_by_episode
+from penstock.trainer.metrics import MAX_FAULTS, means_by_episode
 from penstock.trainer.publish import Publisher
 from penstock.trainer.ranks.agreement import check_same_batch
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
@@ -74,6 +75,8 @@ class Trainer:
     step_began: float
     over: str = ""
     """Why the run ends before its last step."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """`Status.failures` at the last step."""
 
     @classmethod
     @asynccontextmanager
@@ -197,6 +200,10 @@ class Trainer:
         trained = metrics["tokens"], metrics["tokens_sampled"], metrics["tokens_squared"]
         times |= update_speed(self.engine.flops, self.job.config, self.ranks, trained, busy_s)
         by_episode = means_by_episode(advantages, batch)
+        failures = Counter((await self.job.run.queue.status()).failures)
+        faults = Counter(metrics["faults"]) + (new := failures - self.failures)
+        times |= {"faults": dict(faults.most_common(MAX_FAULTS)), "attempts_failed": new.total()}
+        self.failures = failures
         with self.timeline.during(Track.STEPS, "record", batch.step):
             await asyncio.to_thread(self.recorder.step, batch, {**metrics, **of_order, **times}, by_episode)
         await asyncio.to_thread(self.timeline.write)
@@ -262,6 +269,7 @@ class Trainer:
         await self.publisher.start(self.step, epoch)
         if self.feeder is not None and self.recorder is not None:
             await queue.commit(self.step)
+            self.failures = Counter((await queue.status()).failures)
             await asyncio.to_thread(self.recorder.rewind, self.step)
             await self.feeder.start(self.step)
         self.step_began = time.monotonic()

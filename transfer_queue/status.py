@@ -59,6 +59,8 @@ class Status:
     """queued, admitted, ready → time in that state of the first group there; absent if there is none."""
     over_age: Sequence[LengthDecile] = ()
     """Ten deciles, shortest first; empty until an episode has finished."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """`Outcome.failure` → attempts at episodes that ended so, retried ones included."""
     parked: int = 0
     """Queued groups over the quota of their source; also counted in queued."""
     unconsumed_bytes: int = 0

@@ -71,6 +71,12 @@ class OutcomeKind(StrEnum):
     CANCELLED = "cancelled"
 
 
+MAX_FAILURE = 200
+KEPT_FAILURES = 20
+"""Different failures that a queue counts; any further one is counted as `OTHER_FAILURES`."""
+OTHER_FAILURES = "other causes"
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """A typed ending: what happened, to which component, and why."""
@@ -80,6 +86,12 @@ class Outcome:
     """``length``, ``turns`` or ``deadline`` where truncated; free text elsewhere."""
     component: str = ""
     """Which part failed (``sandbox``, ``rollout``, ``reward`` …); only for ``infra_error``."""
+
+    @property
+    def failure(self) -> str:
+        """Component and first line of the reason, for counting; at most 200 characters."""
+        words = (self.component or self.kind, self.reason.partition("\n")[0])
+        return ": ".join(filter(None, words))[:MAX_FAILURE]
 
     @property
     def may_carry_reward(self) -> bool:

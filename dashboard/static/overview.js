@@ -199,7 +199,7 @@ const PLOTS = [
   ["tokens per second", { sampled_per_s: "sampled", tokens_per_s: "trained, prompts included" }],
   ["staleness, versions", { staleness_mean: "mean", staleness_max: "largest" }],
   ["time of a step", { wall_s: "whole", train_s: "training", wait_s: "waiting for episodes" }, { format: seconds }],
-  ["episodes by outcome", { "outcome/*": "" }],
+  ["episodes by outcome", { "outcome/*": "", attempts_failed: "failed attempts" }],
   ["tool calls per episode", { "episode/tool_calls": "calls", "episode/tool_errors": "errors" }],
   ["tokens per episode", { response_length_mean: "response", sampled_length_mean: "sampled by the model" }],
   ["KL divergence", { kl_k3: "to the sampling policy", kl_proximal: "to the proximal policy", kl_reference: "to the reference" }],

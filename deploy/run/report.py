@@ -28,7 +28,7 @@ from penstock.deploy.run.supervisor import SupervisedRole, Watchdog
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, TurnReport, WeightUpdate
 
-REWARD_FACTS = ("reward", "reward_std", "episodes", "faults")
+REWARD_FACTS = ("reward", "reward_std", "episodes", "faults", "attempts_failed")
 
 
 class Reporter:

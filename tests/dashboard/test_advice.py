@@ -59,6 +59,8 @@ async def test_a_run_that_ended_is_judged_by_its_summary(page: httpx.AsyncClient
 
 FAULTS = {"every call malformed": 6, "truncated (length)": 1}
 
+ENV = "environment: step 1 raised KeyError: 'treasure'"
+
 
 def step(reward: float = 0.0, std: float = 0.0, **faults: int) -> dict[str, object]:
     return {"reward": reward, "reward_std": std, "episodes": 8, "faults": faults}
@@ -77,6 +79,11 @@ def step(reward: float = 0.0, std: float = 0.0, **faults: int) -> dict[str, obje
         ([step(0.28, 0.4), step(0.2, 0.4)] * 8, []),
         ([*[step()] * 9, step(0.5, 0.5)], []),
         ([step()] * 2, []),
+        (
+            [step(0.5, 0.5, **FAULTS), step(0.5, 0.5, **{ENV: 2}) | {"attempts_failed": 2}],
+            ["2 of 18 attempts at episodes failed", f"{ENV} (2)"],
+        ),
+        ([step(0.5, 0.5)] * 4 + [step(0.5, 0.5, **{ENV: 2}) | {"attempts_failed": 2}], []),
     ],
 )
 def test_equal_and_falling_rewards_are_reported(steps: list[dict[str, object]], words: list[str]) -> None:

@@ -68,6 +68,22 @@ async def test_a_run_leaves_everything(tmp_path: Path, tiny_model: str) -> None:
     assert list((job.run_dir / "tensorboard").iterdir())
 
 
+async def test_failed_attempts_are_faults_of_their_step(tmp_path: Path, tiny_model: str) -> None:
+    job = make_job(tmp_path, tiny_model, {"steps": 2})
+    queue, cause = job.run.queue, "environment: step 1 raised KeyError"
+
+    def produce(*asked: Any) -> Trajectory:
+        queue._state.failures[cause] += 1
+        return make_trajectory(*asked)
+
+    queue._state.failures["of an earlier life"] = 9
+    queue.produce = produce
+    await train(job)
+    for line in lines(job, "metrics.jsonl"):
+        assert line["faults"] == ({cause: line["attempts_failed"]} if line["attempts_failed"] else {})
+    assert lines(job, "metrics.jsonl")[0]["attempts_failed"] > 0
+
+
 async def test_ranks_wait_for_each_others_part_of_a_checkpoint_by_its_bytes(
     tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

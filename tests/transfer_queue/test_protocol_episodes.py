@@ -14,10 +14,13 @@ from penstock.transfer_queue import (
     JournalMismatch,
     Lease,
     LeaseLost,
+    Outcome,
+    OutcomeKind,
     QueueError,
     StepError,
     TransferQueue,
 )
+from penstock.transfer_queue.types import KEPT_FAILURES, OTHER_FAILURES
 
 
 async def test_submit_with_a_cursor_happens_once(make_queue) -> None:
@@ -267,9 +270,20 @@ async def test_failures_are_retried_then_given_up(make_queue) -> None:
         await queue.requeue("train/0000#0")
     episodes = (await queue.status()).episodes
     assert (episodes["retried"], episodes["failed"], episodes["completed"]) == (2, 1, 2)
+    assert (await queue.status()).failures == {INFRA.failure: 3}, "each attempt once, although it was reported twice"
     await queue.commit(1)
     with pytest.raises(QueueError, match="continued without it"):
         await queue.requeue("train/0000#0")
+
+
+async def test_many_different_failures_are_counted_together(make_queue) -> None:
+    queue = await make_queue(replace(LIMITS, max_attempts=KEPT_FAILURES + 4))
+    await queue.submit(tasks(1), cursor=at(1))
+    for number in [*range(KEPT_FAILURES + 2), 0]:
+        lease = (await queue.lease_episodes("worker", 1, 0))[0]
+        await queue.fail(lease, Outcome(OutcomeKind.INFRA_ERROR, f"number {number}\nand more", "tool"))
+    failures = (await queue.status()).failures
+    assert (failures["tool: number 0"], failures[OTHER_FAILURES], len(failures)) == (2, 2, KEPT_FAILURES + 1)
 
 
 async def test_a_group_with_too_few_rewards_dies_and_can_be_requeued(make_queue) -> None:

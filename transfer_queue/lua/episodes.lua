@@ -207,7 +207,8 @@ return 1
 
 -- script: fail
 -- needs: run, full, clock, server, episode, queue, group
--- ARGV: episode, fence, outcome. Returns 1 if the episode will be tried again, 0 if it is given up.
+-- ARGV: episode, fence, outcome, its failure, how many failures are counted, the name of all others. Returns 1 if the
+-- episode will be tried again, 0 if it is given up.
 local episode, fence = ARGV[1], ARGV[2]
 local task_id, m = split_episode(episode)
 local before = call('HMGET', group_key(task_id), 'k' .. m, 's' .. m)
@@ -217,6 +218,10 @@ local member = owned(episode, fence, now_ms())
 if not member then return lease_lost(episode, fence) end
 member.attempts = call('HINCRBY', member.group, 'a' .. m, 1)
 call('HSET', member.group, 'k' .. m, fence)
+if member.split == 'train' then
+  local counted = call('HEXISTS', key('failures'), ARGV[4]) == 1 or call('HLEN', key('failures')) < tonumber(ARGV[5])
+  call('HINCRBY', key('failures'), counted and ARGV[4] or ARGV[6], 1)
+end
 if member.attempts < run.max_attempts then
   hand_back(episode, member)
   if member.split == 'train' then count('retried', 1) end

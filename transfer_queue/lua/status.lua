@@ -105,6 +105,7 @@ return cmsgpack.pack({
   counts = call('HGETALL', key('counts')),
   lengths = call('HGETALL', key('lengths')),
   waits = call('HGETALL', key('waits')),
+  failures = call('HGETALL', key('failures')),
   workers = call('HGETALL', key('workers')),
   splits = call('HGETALL', key('splits')),
 })

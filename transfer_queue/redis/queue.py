@@ -51,7 +51,9 @@ from penstock.transfer_queue.redis.replies import (
 from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.turns import KEPT_TURN_REPORTS, TurnCall, TurnReport, Turns
 from penstock.transfer_queue.types import (
+    KEPT_FAILURES,
     KEPT_UPDATES,
+    OTHER_FAILURES,
     Announcement,
     AnnouncementMark,
     Batch,
@@ -213,7 +215,8 @@ class RedisTransferQueue:
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
         packed = pack_plain(outcome_to_plain(outcome), "outcome")
-        return bool(await self._script("fail", lease.episode_id, lease.fence, packed))
+        counted = (outcome.failure, KEPT_FAILURES, OTHER_FAILURES)
+        return bool(await self._script("fail", lease.episode_id, lease.fence, packed, *counted))
 
     async def release(self, lease: Lease) -> None:
         await self._script("release", lease.episode_id, lease.fence)

@@ -124,6 +124,7 @@ def status_from_map(reply: dict[str, Any]) -> Status:
         parked=reply["parked"],
         unconsumed_bytes=counters.get("unconsumed", 0),
         waits_s={name: float(value) for name, value in _pairs(reply["waits"])},
+        failures=_ints(reply["failures"]),
         workers=_ints(reply["workers"]),
         other_splits=_splits(reply["splits"]),
         ages_s={name: ms / 1000 for name, ms in reply["ages"].items() if ms >= 0},
