@@ -33,6 +33,7 @@ from penstock.agent_loops import (
     run_worker,
 )
 from penstock.agent_loops.chat import chat_of
+from penstock.common import USERS_FAULTS, describe_error
 from penstock.rollout_server import Chunk, GenerateRequest, Generation
 from penstock.sandbox import SandboxConfig, make_sandbox
 from penstock.testing.fake_client import FakeClient
@@ -109,10 +110,13 @@ class ScriptedClient:
         new = context[len(known) :] if context[: len(known)] == known else context
         prompt, *observed = texts = [*texts, self._chat.decode(new)]
         task = self._tasks[request.episode_id.rpartition("#")[0]]
-        ids = [
-            *self._chat.encode(self._policy(EpisodeState(task, prompt, observed, self._chat))),
-            self._chat.turn_end_id,
-        ]
+        try:
+            answer = self._policy(EpisodeState(task, prompt, observed, self._chat))
+        except USERS_FAULTS as error:
+            raise InfraFailure("policy", describe_error(error)) from error
+        if not isinstance(answer, str):
+            raise InfraFailure("policy", f"returned {answer!r:.80}, not a text")
+        ids = [*self._chat.encode(answer), self._chat.turn_end_id]
         self._heard[request.episode_id] = ([*context, *ids], texts)
         return ids
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,9 +86,16 @@ async def _play(config: RunConfig, policy: Policy, rows: list[DatasetRow], *, qu
 
     from penstock.deploy.rehearsal import rehearse_recipe
 
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        bar = progress.add_task("episodes", total=len(rows))
-        return await rehearse_recipe(config, policy, rows, lambda ended: progress.update(bar, completed=ended))
+    # The worker logs each failed episode as a warning; the report groups them by cause.
+    log = logging.getLogger("penstock.agent_loops.episode")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
+            bar = progress.add_task("episodes", total=len(rows))
+            return await rehearse_recipe(config, policy, rows, lambda ended: progress.update(bar, completed=ended))
+    finally:
+        log.setLevel(level)
 
 
 def _figures(result: EnvCheck) -> dict[str, Any]:
@@ -112,14 +121,15 @@ def _number(reward: float | None) -> str:
 def _report(result: EnvCheck, unexpected: list[Any], rewards: list[float]) -> str:
     figures = _figures(result)
     reward = "".join(f"  {name} {value:.3f}" for name, value in figures["reward"].items())
-    outcomes = ", ".join(f"{name} {count}" for name, count in figures["outcomes"].items())
-    lines = [
-        f"episodes   {figures['episodes']} ended ({outcomes}), {figures['failed']} failed",
-        f"reward   {reward}",
-        f"per episode  {figures['num_turns']:.2f} turns, {figures['tool_calls']:.2f} tool calls of which "
-        f"{figures['tool_errors']:.2f} with an error, {figures['response_tokens']:.0f} tokens, "
-        f"{figures['latency_s']:.2f} s",
-    ]
+    outcomes = ", ".join(f"{count} {name}" for name, count in figures["outcomes"].items())
+    lines = [f"episodes   {', '.join(filter(None, (outcomes, f'{len(result.failures)} failed')))}"]
+    if result.trajectories:
+        lines += [
+            f"reward   {reward}",
+            f"per episode  {figures['num_turns']:.2f} turns, {figures['tool_calls']:.2f} tool calls of which "
+            f"{figures['tool_errors']:.2f} with an error, {figures['response_tokens']:.0f} tokens, "
+            f"{figures['latency_s']:.2f} s",
+        ]
     lines += [
         f"unexpected reward {_number(one.reward)} in row {row}, {rewards[row - 1]:g} was expected"
         for one in unexpected[:SHOWN]
@@ -128,12 +138,24 @@ def _report(result: EnvCheck, unexpected: list[Any], rewards: list[float]) -> st
     if len(unexpected) > SHOWN:
         lines.append(f"unexpected rewards in {len(unexpected) - SHOWN} more rows")
     errors = [(_row(one.task_id), text) for one in result.trajectories for text in one.extra["tool_error_texts"]]
-    lines += [f"tool error in row {row}: {' '.join(text.split())}" for row, text in errors[:SHOWN]]
-    lines += [
-        f"failed in row {_row(letter.episode_id)}: {letter.outcome.component}: {letter.outcome.reason}"
-        for letter in result.failures[:SHOWN]
-    ]
-    return "\n".join(lines)
+    failures = [(_row(one.episode_id), f"{one.outcome.component}: {one.outcome.reason}") for one in result.failures]
+    return "\n".join([*lines, *_grouped("tool error", errors), *_grouped("failed", failures)])
+
+
+def _grouped(title: str, causes: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """A line for each of the commonest causes, with its first row and the number of its other episodes.
+
+    `causes`: row and text of each.
+    """
+    rows = defaultdict[str, list[int]](list)
+    for row, text in causes:
+        rows[" ".join(text.split())].append(row)
+    commonest = sorted(rows.items(), key=lambda one: -len(one[1]))
+    for text, where in commonest[:SHOWN]:
+        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+        yield f"{title} in row {min(where)}{more}: {text}"
+    if len(commonest) > SHOWN:
+        yield f"{title}: {len(commonest) - SHOWN} more causes"
 
 
 def _row(name: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ def right(snapshot):
 
 def lazy(snapshot):
     return "0.5"
+
+def absent(snapshot):
+    return {}["nothing"]
+
+def silent(snapshot):
+    return None
 
 def wrong(snapshot):
     return "0.5" if snapshot.turn else snapshot.call("python", code="raise KeyError('lost')")
@@ -63,10 +70,24 @@ def test_rehearse_shows_errors_and_expects_by_row(policies: str, tmp_path: Path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = f"data.train={tmp_path / 'rows.jsonl'}"
     result = rehearse(given, "--policy", f"{policies}:wrong", "--expect", "full")
-    assert "tool error in row 1: " in result.stdout, result.output
+    assert "tool error in row 1 and 1 more: " in result.stdout, result.output
     assert "KeyError" in result.stdout
     assert "row 1," not in result.stdout
     assert "unexpected reward 0 in row 2, 1 was expected" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("policy", "cause"),
+    [
+        ("absent", r"KeyError: 'nothing' \(.*policies_for_rehearsal.py, line 11\)"),
+        ("silent", "returned None, not a text"),
+    ],
+)
+def test_one_cause_of_many_failures_is_one_line_with_the_users_line(policies: str, policy: str, cause: str) -> None:
+    result = rehearse("--policy", f"{policies}:{policy}", "--rows", "6")
+    assert result.exit_code == 1
+    (line,) = [line for line in result.output.splitlines() if line.startswith("failed") or "infra_error" in line]
+    assert re.fullmatch(f"failed in row 1 and 5 more: policy: {cause}", line)
 
 
 def test_an_episode_without_a_reward_is_shown(policies: str, monkeypatch: pytest.MonkeyPatch) -> None:
