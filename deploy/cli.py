@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any
 
 from penstock.common import uncollected
 
+
+def _hide_interrupt(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Ctrl-C during the imports below, and theirs in the commands, ends with a word instead of a traceback."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write("interrupted\n")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _hide_interrupt
 with uncollected():
     import typer
 

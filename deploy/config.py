@@ -17,11 +17,12 @@ from pydantic_core import ErrorDetails
 
 import penstock
 from penstock.agent_loops import AgentConfig
+from penstock.common.registry import nearest
 from penstock.dashboard import DashboardConfig
 from penstock.datasets import HARBOR
 from penstock.deploy.pretrained import find_fetched
 from penstock.deploy.python_recipe import BadRecipe, read_python_recipe
-from penstock.deploy.removed_settings import removed
+from penstock.deploy.removed_settings import ELSEWHERE, removed
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig, read_tools
@@ -218,7 +219,9 @@ def dump_config(config: RunConfig) -> str:
 
 def _read_recipe(recipe: Path) -> dict[str, Any]:
     if not recipe.is_file():
-        raise ConfigError(f"{recipe}: no such recipe file; `penstock recipes` lists Penstock's own")
+        shipped = [str(file.relative_to(RECIPES)) for file in RECIPES.rglob("*.yaml")]
+        hint = nearest(str(recipe).removeprefix("recipes/"), shipped)
+        raise ConfigError(f"{recipe}: no such recipe file{hint}; `penstock recipes` lists Penstock's own")
     if recipe.suffix == ".py":
         return _read_python(recipe)
     try:
@@ -354,7 +357,15 @@ def _resolve_path(text: str, roots: Sequence[Path]) -> str:
 def _invalid(error: ValidationError, source: str, *sections: str) -> ConfigError:
     """One line per problem. `sections`: where the checked part stands in the recipe."""
     lines = [f"  {_explain(problem, [*sections, *map(str, problem['loc'])])}" for problem in error.errors()]
+    if source.endswith(".py"):
+        lines = [PYTHON_TASKS if line.startswith("  data: is required") else line for line in lines]
     return ConfigError("\n".join([f"{source}: {len(lines)} problem(s)", *lines]))
+
+
+PYTHON_TASKS = (
+    "  data: no tasks; define a class with reset(seed) and step(action) in this file, or TASKS, a list of rows, and"
+    " compute_score; or set data.train in SETTINGS (docs/tutorials/my_own_environment.md)"
+)
 
 
 def _explain(problem: ErrorDetails, path: Sequence[str]) -> str:
@@ -370,6 +381,8 @@ def _explain(problem: ErrorDetails, path: Sequence[str]) -> str:
 
 
 def _nearest(location: Sequence[str]) -> str:
+    if known := ELSEWHERE.get(location[-1]):
+        return f"; did you mean {known!r}?"
     model = _section(location[:-1])
     valid = list(model.model_fields) if model else []
     close = difflib.get_close_matches(location[-1], valid, n=len(valid), cutoff=0.0) if valid else []

@@ -21,6 +21,25 @@ SINCE_0_2: dict[str, str] = {
 }
 """Dotted key of a setting that 0.2.0 removed, to what a user does instead: a sentence without a full stop."""
 
+ELSEWHERE: dict[str, str] = {
+    "learning_rate": "trainer.lr",
+    "max_steps": "trainer.steps",
+    "total_training_steps": "trainer.steps",
+    "max_grad_norm": "trainer.max_grad_norm",
+    "gradient_clipping": "trainer.max_grad_norm",
+    "batch_size": "groups_per_step",
+    "train_batch_size": "groups_per_step",
+    "num_generations": "group_size",
+    "rollout_n": "group_size",
+    "max_tokens": "agent.max_new_tokens",
+    "max_completion_length": "agent.max_response_tokens",
+    "max_prompt_length": "rollout.max_model_len",
+    "kl_coef": "trainer.kl.in_loss",
+    "max_off_policy_steps": "max_staleness",
+    "reward_fn": "agent.reward",
+}
+"""Last part of a key that other frameworks have → the key that sets it here."""
+
 
 def removed(key: str) -> str | None:
     """A sentence about the setting `key` (dotted), or None if no release had it.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.deploy.commands.shared import user_errors
+from penstock.deploy.commands.shared import refuse, user_errors
 
 if TYPE_CHECKING:
     from penstock.dashboard import Tokens
@@ -30,9 +30,13 @@ def dashboard(
     from penstock.deploy.run.connection import FolderQueues
     from penstock.deploy.run.roles import run_role
 
+    if not runs_dir.is_dir():
+        refuse(f"{runs_dir}: no such folder; give the one that holds the runs")
+    if (runs_dir / "config.yaml").is_file():
+        refuse(f"{runs_dir} is a run; give the folder that holds it: penstock dashboard {runs_dir.parent}")
     tokens = _tokens()
     if not any(runs_dir.glob("*/config.yaml")):
-        typer.echo(f"{runs_dir}: no run in it yet; give the folder that holds the runs, not a run", err=True)
+        typer.echo(f"{runs_dir}: no run in it yet", err=True)
 
     async def role() -> None:
         queues = FolderQueues(runs_dir.resolve(), _own_link())

@@ -50,6 +50,9 @@ def run_recipe(
         _refuse_doomed(config, here=not on_ray)
         if dry_run:
             return 0
+        if resume and (ended := _nothing_left(config)):
+            console.print(f"{config.name}: nothing is left to train, {ended}; a larger trainer.steps trains on")
+            return 0
         placement = _ray_placement(ray_address) if on_ray else None
         summary = asyncio.run(launch(with_stop_grace(config), resume=resume, placement=placement))
     except ConfigError as error:
@@ -67,6 +70,16 @@ def run_recipe(
             describe_end(json.loads(summary.read_text()), RunDir(summary.parent)), markup=False, soft_wrap=True
         )
     return 0
+
+
+def _nothing_left(config: RunConfig) -> str:
+    """Return why the run in this folder is over if all its steps are trained, else an empty text."""
+    try:
+        summary = json.loads(RunDir.of(config).summary.read_text())
+        done = summary["steps"] >= config.trainer.steps and summary["ended"].startswith("all ")
+        return str(summary["ended"]) if done else ""
+    except (OSError, ValueError, KeyError, AttributeError):
+        return ""
 
 
 def _ray_placement(address: str | None) -> Placement:

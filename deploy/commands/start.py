@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections.abc import Sequence
@@ -11,8 +12,11 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.commands.shared import Overrides, user_errors
+from penstock.deploy.commands.shared import AsJson, Overrides, user_errors
 from penstock.deploy.config import ConfigError
+
+COLUMNS = ("name", "needs", "about")
+"""Of a recipe or template, in both forms of `penstock recipes`."""
 
 
 def quickstart(
@@ -91,19 +95,26 @@ def init(
         typer.echo((folder / "README.md").read_text(encoding="utf-8"))
 
 
-def recipes() -> None:
-    """List the recipes that ship: name, what is learned, what it needs; and the templates of `penstock init`.
+def recipes(*, as_json: AsJson = False) -> None:
+    """List the recipes that ship: name, what it needs, what is learned; and the templates of `penstock init`.
 
     Their files are in the folder of the first line; `penstock init` makes a project of your own of one of them.
     """
     from penstock.deploy.config import RECIPES
     from penstock.deploy.shipped import shipped_recipes, templates
 
-    shipped = shipped_recipes()
-    width, wide = max(len(one.file) for one in shipped), max(len(one.needs) for one in shipped)
-    typer.echo(f"{RECIPES.resolve()}:")
-    for one in shipped:
-        typer.echo(f"  {one.file:{width}}  {one.needs:{wide}}  {one.about}")
-    typer.echo("\ntemplates, for `penstock init FOLDER --from NAME`:")
-    for template in templates().values():
-        typer.echo(f"  {template.name:{width}}  {'CPU':{wide}}  {template.about}")
+    shipped = [(one.file, one.needs, one.about) for one in shipped_recipes()]
+    made = [(one.name, "CPU", one.about) for one in templates().values()]
+    if as_json:
+        tables = {"recipes": shipped, "templates": made}
+        named = {name: [dict(zip(COLUMNS, row, strict=True)) for row in table] for name, table in tables.items()}
+        typer.echo(json.dumps({"folder": str(RECIPES.resolve()), **named}))
+        return
+    widths = [max(len(row[column]) for row in [COLUMNS, *shipped, *made]) for column in (0, 1)]
+    for title, rows in (
+        (f"recipes, for `penstock run NAME`, in {RECIPES.resolve()}:", shipped),
+        ("\ntemplates, for `penstock init FOLDER --from NAME`:", made),
+    ):
+        typer.echo(title)
+        for name, needs, about in [COLUMNS, *rows]:
+            typer.echo(f"  {name:{widths[0]}}  {needs:{widths[1]}}  {about}")

@@ -76,6 +76,8 @@ class Reporter:
         self._say(f"  folder: {run.root}")
         if summary:
             self._say(f"  found: {summary}")
+            for row in self._metrics.lines():  # an earlier life reported them
+                self._remember(row)
         if config.dashboard.enabled:
             port = config.dashboard.port
             where = f"http://{config.dashboard.host}:{port}/" if port else "address in logs/dashboard.log"
@@ -126,8 +128,7 @@ class Reporter:
                 f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  tokens {row['tokens']}  "
                 f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s{_faults(row)}"
             )
-            self.steps_done = row["step"] + 1
-            self._rows.append({name: row[name] for name in REWARD_FACTS if name in row})
+            self._remember(row)
             warning = reward_warning(self._rows)
             if warning and not self._warned:  # once for each stretch of such steps
                 self._say(f"  {warning}")
@@ -141,6 +142,10 @@ class Reporter:
                     f"{groups['shipped']} in training"
                 )
             self._bar.update(self._task, completed=self.steps_done, description=pipeline)
+
+    def _remember(self, row: Mapping[str, Any]) -> None:
+        self.steps_done = max(self.steps_done, row["step"] + 1)
+        self._rows.append({name: row[name] for name in REWARD_FACTS if name in row})
 
     def _say(self, line: str) -> None:
         console = self._bar.console if self._bar is not None else self._console
@@ -220,9 +225,11 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         "workers for a server": "agent:server",
         "trainer for a batch": "trainer:batch",
     }
+    first, last = _ends(get("steps", 0))
     restarts = ", ".join(f"{role} {times}" for role, times in get("restarts", {}).items() if times)
     lines = {
-        "reward": f"{_rounded(get('reward_first'))} -> {_rounded(get('reward_last'))} (first 3 steps, last 5 steps)",
+        "reward": f"{_rounded(get('reward_first'))} -> {_rounded(get('reward_last'))} (first {first}, last"
+        f" {last} of {get('steps')} steps)",
         "evaluation": f"{_rounded(get('eval_reward'))} over {get('eval_episodes', 0):.0f} episodes",
         "episodes": ", ".join([f"{get('episodes_trained')} trained", *(f"{n} {what}" for what, n in lost.items() if n)])
         + ("" if get("lost") or get("trained_twice") else "; none lost, none trained twice"),
@@ -237,15 +244,22 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
     return "\n".join([head, *(f"  {subject:11}{line}" for subject, line in lines.items() if line)])
 
 
+def _ends(steps: int) -> tuple[int, int]:
+    """(first, last) steps whose mean rewards are compared: none is in both."""
+    half = max(1, steps // 2)
+    return min(3, half), min(5, half)
+
+
 def _rounded(value: float | None) -> str:
     return "none" if value is None else f"{value:.2f}"
 
 
 def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
     rewards = [row["reward"] for row in rows]
+    first, last = _ends(len(rewards))
     return {
-        "reward_first": _mean(rewards[:3]),
-        "reward_last": _mean(rewards[-5:]),
+        "reward_first": _mean(rewards[:first]),
+        "reward_last": _mean(rewards[-last:]),
         "eval_reward": evaluations[-1]["reward"] if evaluations else None,
         "eval_episodes": evaluations[-1]["episodes"] if evaluations else 0,
     }

@@ -6,7 +6,7 @@ import yaml
 from penstock.deploy import ConfigError, dump_config, load_config, parse_config
 from penstock.deploy.commands.shared import own_or_shipped
 from penstock.deploy.config import RECIPES
-from penstock.deploy.removed_settings import SINCE_0_2
+from penstock.deploy.removed_settings import ELSEWHERE, SINCE_0_2
 
 RECIPE = """
 model: some-org/some-model
@@ -45,6 +45,8 @@ def test_load_config_override_values(recipe: Path) -> None:
         ("group_size=0", ["group_size:", "greater than or equal to 1", "Episodes per task"]),
         ("trainer", ["override 'trainer'", "section.key=value"]),
         ("trainer.lr=[1", ["override 'trainer.lr=[1'", "not valid YAML", "expected ',' or ']'"]),
+        ("trainer.learning_rate=1", ["trainer.learning_rate: no such key; did you mean 'trainer.lr'?"]),
+        ("batch_size=1", ["batch_size: no such key; did you mean 'groups_per_step'?"]),
         ("trainer.zzz=1", ["trainer.zzz: no such key; valid keys here are "]),
         ("tools=My_tool.py:Guess", ["My_tool.py:Guess", "write tools='[{name: ", "}]'"]),
         ("model.name=x", ["'model' is a value, not a section"]),
@@ -65,6 +67,13 @@ def test_removed_settings_say_since_when_and_what_to_do(recipe: Path, key: str) 
     assert f"{key}: was removed in Penstock 0.2.0: {SINCE_0_2[key]}" in str(caught.value)
 
 
+@pytest.mark.parametrize("key", [*ELSEWHERE.values()])
+def test_keys_of_other_frameworks_lead_to_keys_that_are_there(recipe: Path, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, [f"{key}={{no: value}}"])
+    assert "no such key" not in str(caught.value)
+
+
 def test_an_empty_text_is_a_value(recipe: Path) -> None:
     config = load_config(recipe, ["agent.reward=", "data.eval="])
     assert (config.agent.reward, config.data.eval) == ("", None)
@@ -74,8 +83,10 @@ def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("{}")
     with pytest.raises(ConfigError, match="model: is required; Model folder or hub name"):
         load_config(tmp_path / "empty.yaml")
-    with pytest.raises(ConfigError, match="no such recipe file"):
+    with pytest.raises(ConfigError, match="no such recipe file; `penstock recipes`"):
         load_config(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match=r"no such recipe file; did you mean 'calculator.yaml'\?"):
+        load_config(Path("recipes/calculater.yaml"))
 
 
 def test_a_shipped_recipe_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

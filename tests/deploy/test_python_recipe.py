@@ -58,6 +58,7 @@ def test_parts_are_defaults_of_their_keys(tmp_path: Path) -> None:
         ("class Game: ...", "has no SETTINGS, a dict such as"),
         ("import nothing_of_this_name", "nothing_of_this_name"),
         (f"{GAME}\nclass Other(Game): ...", "Game and Other have reset and step; name one in SETTINGS"),
+        ("SETTINGS = {'model': 'm'}", "data: no tasks; define a class with reset(seed) and step(action)"),
         ("SETTINGS = {'model': 'm', 3: 4}", "keys of SETTINGS are texts such as 'trainer.lr', found 3"),
         ("SETTINGS = {'model': 'm', 'model.name': 1}", "SETTINGS['model.name']: 'model' is a value, not a section"),
         ("SETTINGS = {'model': 'm', 'data.train': 'x', 'trainer.lrr': 1}", "trainer.lrr: no such key; did you mean"),

@@ -4,6 +4,9 @@ import asyncio
 import hashlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,6 +30,21 @@ from penstock.transfer_queue import (
 from penstock.transfer_queue.redis import RIGHTS
 
 PASSWORD = "only-for-this-test"
+
+
+def test_ctrl_c_while_the_commands_are_imported_leaves_no_traceback() -> None:
+    code = "import penstock.deploy.cli; raise KeyboardInterrupt"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.stderr, ended.returncode) == ("interrupted\n", -signal.SIGINT)
+
+
+@pytest.mark.parametrize(("folder", "words"), [("absent", "no such folder"), ("mine", "is a run; give the folder")])
+def test_dashboard_names_a_folder_that_holds_no_runs(folder: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/config.yaml").touch()
+    refused = CliRunner().invoke(app, ["dashboard", str(tmp_path / folder)])
+    assert refused.exit_code == 2
+    assert words in refused.stderr
 
 
 @pytest.fixture

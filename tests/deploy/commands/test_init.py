@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -55,6 +56,14 @@ def test_the_commands_name_recipes_and_templates() -> None:
     described = CliRunner().invoke(app, ["init", "--help"]).output
     assert [one.file for one in shipped_recipes() if one.file not in listed or one.needs not in listed] == []
     assert [name for name in TEMPLATES if name not in listed or f"{name}: " not in described] == []
+
+
+def test_recipes_have_columns_and_a_form_for_programs() -> None:
+    listed = CliRunner().invoke(app, ["recipes"]).output.splitlines()
+    assert listed[1].split() == ["name", "needs", "about"]
+    found = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).stdout)
+    assert {row["name"] for row in found["recipes"]} == {one.file for one in shipped_recipes()}
+    assert {row["name"] for row in found["templates"]} == set(TEMPLATES)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -14,6 +14,7 @@ from tests.until import until
 
 from penstock.common import cancel_and_wait
 from penstock.deploy import RunConfig, RunDir, limits_of, load_config
+from penstock.deploy.commands.run import _nothing_left
 from penstock.deploy.run.report import Reporter, describe_end, write_summary
 from penstock.deploy.run_dir import LivesFile, LivesTotal
 from penstock.testing import MemoryTransferQueue
@@ -56,6 +57,34 @@ async def test_a_disk_that_fails_ends_no_run(config: RunConfig, capsys: pytest.C
     reporter.close()
 
 
+async def test_a_resumed_run_reports_new_steps_only(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.of(config)
+    write_lines(run.metrics, [full_step(0), full_step(1)])
+    reporter = Reporter(config, run, MemoryTransferQueue(), [], LivesFile(run.lives), summary="run id")
+    write_lines(run.metrics, [full_step(0), full_step(1), full_step(2)])
+    reporter._report(None)
+    printed = capsys.readouterr().err
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("  step")] == ["3/50"]
+
+
+def full_step(number: int) -> dict[str, Any]:
+    names = ("reward", "staleness_mean", "staleness_max", "tokens", "train_s", "wait_s")
+    return {"step": number, **dict.fromkeys(names, 1)}
+
+
+def test_a_finished_run_has_nothing_left(config: RunConfig) -> None:
+    run = RunDir.of(config)
+    assert _nothing_left(config) == ""
+    run.root.mkdir()
+    for steps, ended, left in (
+        (50, "all 50 steps are trained", False),
+        (40, "all 40 steps are trained", True),
+        (50, "trainer stopped the run", True),
+    ):
+        run.summary.write_text(json.dumps({"steps": steps, "ended": ended}))
+        assert bool(_nothing_left(config)) is not left
+
+
 def write_lines(path: Path, rows: Iterable[Mapping[str, Any]], rest: str = "") -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows) + rest)
@@ -77,7 +106,7 @@ async def test_the_summary_counts_a_replayed_step_once(config: RunConfig, queue:
     summary = await write_summary(config, run, queue, LivesTotal(2, 101.04, {"trainer": 3}))
     assert summary == json.loads(run.summary.read_text())
     assert (summary["steps"], summary["lives"], summary["wall_s"], summary["restarts"]) == (3, 2, 101.0, {"trainer": 3})
-    assert (summary["reward_first"], summary["staleness_max"], summary["staleness_mean"]) == (0.25, 2, 0.5)
+    assert (summary["reward_first"], summary["staleness_max"], summary["staleness_mean"]) == (0.0, 2, 0.5)
     assert (summary["tokens_sampled"], summary["requests_resumed"]) == (30, 3)
     assert summary["logprob_abs_diff_mean"] == pytest.approx(0.2), "weighted by tokens"
     assert summary["logprob_abs_diff_max"] == 0.5
