@@ -364,7 +364,7 @@ def _invalid(error: ValidationError, source: str, *sections: str) -> ConfigError
 
 PYTHON_TASKS = (
     "  data: no tasks; define a class with reset(seed) and step(action) in this file, or TASKS, a list of rows, and"
-    " compute_score; or set data.train in SETTINGS (docs/tutorials/my_own_environment.md)"
+    " compute_score; or set data.train in SETTINGS (docs/guide/environment.md)"
 )
 
 
