@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 MiB = 2**20
-MACHINE = "two cores of an AMD EPYC, loopback"
 MEASURED_AT = "9eb0499d"
 """The commit of the figures below."""
 
@@ -42,7 +41,7 @@ class MeasuredRate:
     @property
     def source(self) -> str:
         size = f"{self.bytes / MiB:,.0f} MiB in {self.seconds:g} s"
-        return f"`penstock bench weights`, `{self.key}`: {size}; {MACHINE}; commit {MEASURED_AT}"
+        return f"`penstock bench weights`, `{self.key}`: {size}; commit {MEASURED_AT}"
 
 
 MEASURED = {

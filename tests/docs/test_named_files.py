@@ -20,10 +20,10 @@ def program() -> str:
 
 
 def first_cells(heading: str) -> list[str]:
-    """Code in the first column of the table under a heading of docs/guide/operations.md."""
+    """Code in the bold beginnings of the list under a heading of docs/guide/operations.md."""
     section = text_of("docs/guide/operations.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    cells = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| ")]
-    return [code for cell in cells for code in re.findall(r"`([^`]+)`", cell)]
+    beginnings = re.findall(r"^- \*\*(.+?)\*\*: ", section.replace("\n  ", " "), re.MULTILINE)
+    return [code for beginning in beginnings for code in re.findall(r"`([^`]+)`", beginning)]
 
 
 MESSAGES = first_cells("When it fails")
