@@ -63,7 +63,7 @@ class PlacementConfig(BaseModel):
     )
     sleep_level: Literal[1, 2] | None = Field(
         None,
-        description="What an engine gives up besides its KV cache: 1 moves its weights to host memory, 2 drops them and"
+        description="What an engine releases besides its KV cache: 1 moves its weights to host memory, 2 drops them and"
         " loads the newest version when it wakes. Not set: 2 with vllm, 1 with other engines.",
     )
 

@@ -4,7 +4,7 @@
     folder = fetch_model("mine.Q8_0.gguf", "bfloat16", print)
 
 A folder is in the form of transformers: `config.json`, `model.safetensors`, the tokenizer and its chat template. The
-user's cache keeps it under the model's name, and `source.json` beside its files has their SHA-256 sums: a folder that
+user's cache keeps it under the model's name, and `source.json` next to its files has their SHA-256 sums: a folder that
 differs from them is made anew.
 """
 

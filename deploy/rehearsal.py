@@ -29,7 +29,7 @@ def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[DatasetRow]:
 def full_reward(row: DatasetRow) -> float:
     """Return the reward of a fully correct answer: `extra_info.full_reward` of the row, else 1.
 
-    Raises `DataError` where that is no number.
+    Raises `DataError` if that is not a number.
     """
     reward = row.extra_info.get("full_reward", 1.0)
     if isinstance(reward, bool) or not isinstance(reward, int | float):

@@ -163,7 +163,7 @@ class LivesFile:
         self._written = -math.inf
 
     def write(self, restarts: Mapping[str, int]) -> None:
-        """Records the present life; returns at once where it was recorded lately and `restarts` may wait."""
+        """Records the present life; returns at once if it was recorded lately and `restarts` may wait."""
         if self._clock() - self._written >= WRITE_S:
             self.total(restarts)
 

@@ -40,7 +40,7 @@ class Template:
     files: Mapping[str, str]
     """Name in the project → file or folder of `recipes/`."""
     replace: Mapping[str, str]
-    """Text in the shipped files → text in the project's, beside the names of the files themselves."""
+    """Text in the shipped files → text in the project's, in addition to the names of the files themselves."""
 
 
 def shipped_recipes() -> list[ShippedRecipe]:

@@ -90,7 +90,7 @@ PREFIX = "/episodes/"
 
 
 def errors_for(scope: Scope) -> ErrorFormat:
-    """The format that the client of this request reads: by its route, where it is one of all APIs by its headers."""
+    """The format that the client of this request reads: by its route, if it is one of all APIs by its headers."""
     wire = wire_at(scope["path"].removeprefix(PREFIX).partition("/v1/")[2])
     if wire is not None:
         return wire.errors

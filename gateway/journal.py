@@ -82,7 +82,7 @@ def answer_data(
 def restore_turn(
     history: PrefixTree, entry: JournalEntry, bodies: MessageStore, detokenizer: Detokenizer
 ) -> Turn | None:
-    """Adds one entry's answer; None where it is known. Raises `TokenMismatch` where its context has other ids now."""
+    """Adds one entry's answer; None if it is known. Raises `TokenMismatch` where its context has other ids now."""
     note = entry.data
     bodies.keep(note["bodies"])
     if f"{note[ANSWER]}.{note['index']}" in history.turns:
@@ -207,7 +207,7 @@ class SessionJournal:
         await self.note(**{SCORE: asdict(score)})
 
     async def resolve_in_thread(self, resolved: ResolvedRequest) -> PrefixMatch:
-        """`resolved.resolve`, beside the event loop. Raises `NotRenderable`."""
+        """`resolved.resolve` in a thread, outside the event loop. Raises `NotRenderable`."""
         # `_writing`: the thread reads the tree, and nothing may be added to it. Taken first: while an episode waits for
         # itself, it must not hold what all episodes share.
         async with self._writing, self._context.tokenizing:

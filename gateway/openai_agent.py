@@ -73,7 +73,7 @@ class OpenAIAgentLoop(RecordedLoop):
 
 
 def loop_of(function: Agent, name: str) -> type[OpenAIAgentLoop]:
-    """The loop that runs ``async def function(client, task)``. Raises `LoadError` where it takes something else."""
+    """The loop that runs ``async def function(client, task)``. Raises `LoadError` if it takes something else."""
     try:
         inspect.signature(function).bind(None, None)
     except TypeError as error:

@@ -302,7 +302,7 @@ def next_key(key: str, message: Message) -> str:
 def normal(message: Message) -> list[Any]:
     """[role, text, other parts, calls, tool_call_id, name], without what does not change the meaning.
 
-    Of an assistant: [role, text, other parts, calls], and its thinking where there is some.
+    Of an assistant: [role, text, other parts, calls], and its thinking if there is some.
     """
     role = ROLES.get(str(message.get("role")), message.get("role"))
     text, parts = _text_of(message.get("content"))

@@ -95,7 +95,7 @@ class RecordedLoop(AgentLoopBase):
 
 
 def infra_failure_of(error: GatewayError, episode: GatewaySession) -> InfraFailure:
-    """Return the failure that an agent was told as `error`. Messages of infrastructure failures are "component:
+    """Return the failure that an agent received as `error`. Messages of infrastructure failures are "component:
     reason".
     """
     if episode.broken is not None:

@@ -32,7 +32,7 @@ def parse_json(body: bytes) -> Any:
     try:
         return json.loads(body or b"{}", parse_constant=lambda name: math.nan)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest("", f"the body is no JSON: {error}", "invalid_value") from error
+        raise InvalidRequest("", f"the body is not valid JSON: {error}", "invalid_value") from error
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:

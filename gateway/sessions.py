@@ -102,7 +102,7 @@ class SessionManager:
 
     # finding -------------------------------------------------------------------------------------------------------
     async def find(self, handle: str) -> GatewaySession:
-        """The session of a handle, adopted from the journal where it is unknown here.
+        """The session of a handle, adopted from the journal if it is unknown here.
         Raises `NoEpisode`, `Gone`, `NotNow`.
         """
         async with self._door(handle):
@@ -255,7 +255,7 @@ async def why_none(context: GatewayContext) -> str:
 
 
 class BadHandle(Exception):
-    """The text is no handle."""
+    """The text is not a handle."""
 
 
 def handle_of(episode_id: str, fence: int) -> str:
@@ -267,10 +267,10 @@ def lease_of(handle: str) -> tuple[str, int]:
     try:
         text = base64.b64decode(handle + "=" * (-len(handle) % 4), altchars=b"-_", validate=True).decode("ascii")
     except (binascii.Error, ValueError) as error:
-        raise BadHandle(f"{handle[:80]!r} is no handle of an episode") from error
+        raise BadHandle(f"{handle[:80]!r} is not a handle of an episode") from error
     fence, _, episode_id = text.partition(" ")
     if not (fence.isdecimal() and len(fence) <= 18 and episode_id) or handle_of(episode_id, int(fence)) != handle:
-        raise BadHandle(f"{handle[:80]!r} is no handle of an episode")
+        raise BadHandle(f"{handle[:80]!r} is not a handle of an episode")
     return episode_id, int(fence)
 
 
@@ -288,7 +288,7 @@ def opens(token: str, path: str, token_sent: str) -> bool:
 
 
 class ApiKeyHeader:
-    """ASGI layer: a key in ``x-api-key`` of a request for episodes is a bearer token, where there is no other one."""
+    """ASGI layer: a key in ``x-api-key`` of a request for episodes is a bearer token, if there is no other token."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

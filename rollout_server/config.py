@@ -150,7 +150,7 @@ class RolloutConfig(BaseModel):
             raise ValueError(f"in_place is of broadcasts: set rollout.weight_transport=broadcast, it is {transport}")
         if engine == "sglang":
             raise ValueError(
-                "sglang receives in place only in a group of its own, which waits half an hour for a silent trainer"
+                "sglang receives in place only in a separate group, which waits half an hour for a silent trainer"
                 " with the engine paused, and cannot be left: set staged, or take vllm"
             )
         if engine == "served":

@@ -21,7 +21,7 @@ def no_torch() -> Iterator[None]:
     """Inside the block, transformers is imported as if torch were not installed.
 
     `AutoTokenizer` and `AutoConfig` import torch, its compiler and the base class of all models: several seconds of CPU
-    and 330 MB, in every agent worker and beside every engine. Modules imported inside the block are kept apart: an
+    and 330 MB, in every agent worker and next to every engine. Modules imported inside the block are kept apart: an
     import of transformers elsewhere in this process (a reward function's model) finds torch. Where transformers has
     been imported before, nothing is hidden. For the start of a process: another thread cannot import torch meanwhile. A
     tokenizer from inside the block refuses `return_tensors="pt"`.

@@ -36,7 +36,7 @@ def read_images(images: Sequence[ImageRef]) -> list[bytes]:
 
 
 def read_image(image: ImageRef, field: str = "image") -> bytes:
-    """The image's bytes. Raises `BadRequest` naming `field` where they cannot be read, or are others."""
+    """The image's bytes. Raises `BadRequest` naming `field` if they cannot be read, or are others."""
     try:
         data = _bytes_of(image.url)
     except (OSError, ValueError) as error:
@@ -51,5 +51,5 @@ def _bytes_of(url: str) -> bytes:
         return base64.b64decode(url.partition(";base64,")[2], validate=True)
     path = Path(unquote(urlsplit(url).path))
     if not path.is_file() or path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{path} is no file of {MAX_BYTES >> 20} MiB at most")
+        raise ValueError(f"{path} is not a file of {MAX_BYTES >> 20} MiB at most")
     return path.read_bytes()

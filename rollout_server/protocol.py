@@ -63,7 +63,7 @@ class GenerateRequest(BaseModel):
     min_version: Count = 0
     """409 where the server's weights are older."""
     split: Label = Field("train", exclude=True)
-    """The task's split: all but ``train`` go to the evaluation server, where there is one. Not sent."""
+    """The task's split: all but ``train`` go to the evaluation server, if there is one. Not sent."""
     prefix: Label = Field("", exclude=True)
     """Names what the context shares with others at its start, as the prompt of a group; requests of one name go to one
     server where its load allows it. Empty: nothing. Not sent."""
@@ -185,7 +185,7 @@ class DeviceBytes(NamedTuple):
 
 @runtime_checkable
 class SleepingEngine(Protocol):
-    """An engine that can give up the memory of its devices. All but `will_sleep` come between `start` and `stop`."""
+    """An engine that can release the memory of its devices. All but `will_sleep` come between `start` and `stop`."""
 
     def will_sleep(self, level: SleepLevel) -> None:
         """Before `start`: the process is made for it."""
@@ -257,7 +257,7 @@ def slice_spans(cuts: list[tuple[int, int]], start: int, end: int) -> list[Span]
 
 
 def versions_of(versions: set[int]) -> dict[str, int]:
-    """Attributes of a span: ``version``, the newest, and ``version_oldest`` where it differs."""
+    """Attributes of a span: ``version``, the newest, and ``version_oldest`` if it differs."""
     if not versions:
         return {}
     newest, oldest = max(versions), min(versions)

@@ -71,7 +71,7 @@ def _decoded(block: str) -> NDArray[Any]:
 
 def rows_between(blocks: Sequence[str], end: int, start: int) -> RoutedExperts | None:
     """Rows of the positions from `start` on, of blocks whose rows end before position `end`. Those that the blocks
-    lack are 0: not known. None where they have none of them."""
+    lack are 0: not known. None if they have none of them."""
     rows = decode_rows(blocks)
     if rows is None or not len(rows) or start >= end:
         return None

@@ -159,7 +159,7 @@ class Routers:
         self._unwrap = [_replace_forward(owner, self._handing_on(owner.forward, numbers)) for owner, numbers in owners]
 
     def _handing_on(self, forward: Callable[..., Any], numbers: list[int]) -> Callable[..., Any]:
-        """A decoder layer's forward, which takes `Routing` as one more argument: where it is computed again in a
+        """A decoder layer's forward, which takes `Routing` as one more argument: if it is computed again in a
         backward, it is called with the same one."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ class ManagedConfig(BaseModel):
         120.0, ge=0, description="How long a request is tried again that the provider answers with 429, 5xx or nothing."
     )
     price_per_hour: float = Field(
-        0.0, ge=0, description="Of one box, in the unit of `cost_limit`: no provider's API tells it."
+        0.0, ge=0, description="Of one box, in the unit of `cost_limit`: no provider's API reports it."
     )
     cost_limit: float | None = Field(
         None, gt=0, description="What the boxes of one process may cost; then it starts no further one."
@@ -135,7 +135,7 @@ class SandboxConfig(BaseModel):
     def _check_folders(cls, folders: dict[str, str]) -> dict[str, str]:
         for inside in folders:
             if posixpath.normpath(inside) != inside or not inside.startswith("/") or inside.startswith("//"):
-                raise ValueError(f"{inside!r} is no absolute, normal path: choose one such as /agents")
+                raise ValueError(f"{inside!r} is not an absolute, normal path: choose one such as /agents")
             system = {"", "bin", "dev", "etc", "lib", "lib64", "proc", "root", "run", "sbin", "sys", "tmp", "usr"}
             if inside.split("/")[1] in system:
                 raise ValueError(f"{inside!r} is a box's own: choose another path, such as /agents")

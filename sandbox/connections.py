@@ -1,8 +1,8 @@
 """Connections that programs in a box make to its forwarded port, as sockets of this process.
 
-    box's program ──► driver ──frames──► BoxConnections ──socket pair──► whoever accepts it
+    box's program ──► driver ──frames──► BoxConnections ──socket pair──► the accepting code
 
-The frames are those of `inside/forward.py`. Each connection has a window of its own in both directions.
+The frames are those of `inside/forward.py`. Each connection has its own window in both directions.
 """
 
 from __future__ import annotations

@@ -52,11 +52,11 @@ class SessionSlot:
 
 
 def shared_folders(config: SandboxConfig) -> dict[str, str]:
-    """Path in a box → absolute path here, of `config.folders`. Raises `SandboxError` where one is no folder."""
+    """Path in a box → absolute path here, of `config.folders`. Raises `SandboxError` if one is not a folder."""
     folders = {inside: Path(here).expanduser().resolve() for inside, here in config.folders.items()}
     for inside, here in folders.items():
         if not here.is_dir():
-            raise SandboxError(f"sandbox.folders.{inside}: {here} is no folder of this machine")
+            raise SandboxError(f"sandbox.folders.{inside}: {here} is not a folder of this machine")
     return {inside: str(here) for inside, here in folders.items()}
 
 
@@ -70,13 +70,13 @@ def check_folders(config: SandboxConfig) -> None:
             mode = entry.stat(follow_symlinks=False).st_mode
             if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
                 raise SandboxError(
-                    f"sandbox.folders.{inside}: {entry.path} is no file, folder or link: boxes could reach what is"
+                    f"sandbox.folders.{inside}: {entry.path} is not a file, folder or link: boxes could reach what is"
                     " behind it; take it away, or name another folder"
                 )
 
 
 def _entries(inside: str, folder: str) -> Iterator[os.DirEntry[str]]:
-    """Everything below `folder`. Raises `SandboxError` where it cannot be listed."""
+    """Everything below `folder`. Raises `SandboxError` if it cannot be listed."""
     folders = [folder]
     while folders:
         try:
@@ -126,7 +126,7 @@ class LimitedSandbox(ABC):
     def check_needs(self, needs: BoxNeeds) -> None:
         """Raises `UnmetNeeds` where a box may not or cannot be made so."""
         if needs.own_root and not self.config.own_root:
-            raise UnmetNeeds("a session asks for a root of its own: allow that with sandbox.own_root: true")
+            raise UnmetNeeds("a session asks for its own root: allow that with sandbox.own_root: true")
         for name, most in self.config.own_limits.model_dump().items():
             if (amount := getattr(needs, name)) is not None and amount > most:
                 raise UnmetNeeds(
@@ -205,7 +205,7 @@ class LimitedSandbox(ABC):
     async def _copy(self, session: Session, slot: SessionSlot) -> BoxCopy:
         """Raises `SandboxError`, `NoSnapshots` where a box like this one cannot be copied."""
         if slot.needs.own_root:
-            raise NoSnapshots(f"sandbox.backend {self.config.backend}: a box with a root of its own cannot be copied")
+            raise NoSnapshots(f"sandbox.backend {self.config.backend}: a box with its own root cannot be copied")
         return BoxCopy(await copy_folders(session, [TMP]), slot.image, slot.needs)
 
     async def _drop(self, copy: BoxCopy) -> None:

@@ -1,4 +1,4 @@
-"""Makes a sandbox from settings. There is no fallback: the configured backend runs, or an error says why not."""
+"""Makes a sandbox from settings. No fallback: the configured backend runs, or an error says why not."""
 
 from __future__ import annotations
 

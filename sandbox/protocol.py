@@ -45,7 +45,7 @@ class RunResult:
     stdout: str
     stderr: str
     exit_code: int | None
-    """None where it was killed by a limit."""
+    """None if it was killed by a limit."""
     limit: str | None = None
     """``wall``, ``cpu``, ``memory``, ``output`` or ``storage`` where a limit ended or cut it; ``killed`` where it ended
     what runs the box (of a provider), which is then started anew; ``stopped`` where its caller did."""
@@ -174,7 +174,7 @@ class Sandbox(Protocol):
         """
 
     async def attach(self, session_id: str) -> Session:
-        """A box that another process opened. Raises `SandboxLost` where it is gone or cannot outlive its opener."""
+        """A box that another process opened. Raises `SandboxLost` if it is gone or cannot outlive its opener."""
 
     async def close(self) -> None:
         """Close every box of this maker."""

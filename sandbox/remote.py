@@ -133,7 +133,7 @@ class RemoteSandbox:
 
     async def attach(self, session_id: str) -> RemoteSession:
         if not (session_id.isascii() and session_id.isalnum()):  # it becomes a part of a path
-            raise SandboxLost(f"{session_id!r} is no session's id")
+            raise SandboxLost(f"{session_id!r} is not a session's id")
         await self.client.request("GET", f"/sessions/{session_id}", NETWORK_SLACK_S)
         return RemoteSession(self, session_id)
 

@@ -118,7 +118,7 @@ def build_filter(machine: str | None = None, *, countable: bool = False) -> byte
         program += [_step(_JUMP_EQ, number, 0, 1), deny]
     # advice could evict pages that boxes share; it may be ignored, and some programs fail if it is refused
     program += [_step(_JUMP_EQ, arch.fadvise, 0, 1), _step(_RETURN, _ERRNO)]
-    # with RWF_NOWAIT it tells what is in the page cache, which boxes share
+    # with RWF_NOWAIT it reveals the page cache, which boxes share
     program += _on_call(arch.preadv2, [_step(_LOAD, _argument(5)), _step(_JUMP_EQ, 0, 1, 0), deny])
     if countable:
         program += _on_call(arch.mmap, _shared_memory(deny))
@@ -138,7 +138,7 @@ def build_filter(machine: str | None = None, *, countable: bool = False) -> byte
 
 
 def _on_call(number: int, steps: list[bytes]) -> list[bytes]:
-    """`steps` for the call `number` alone; what they do not decide goes on with the number loaded again."""
+    """`steps` for the call `number` alone; what they do not decide continues with the number loaded again."""
     return [_step(_JUMP_EQ, number, 0, len(steps) + 1), *steps, _step(_LOAD, _OFFSET_NUMBER)]
 
 

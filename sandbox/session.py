@@ -144,7 +144,7 @@ class OneBoxSession(Generic[B]):
         return self._box
 
     async def _start(self) -> None:
-        """Start in a task of its own, so that `close` can wait for it; the launch has its own deadlines."""
+        """Start in a separate task, so that `close` can wait for it; the launch has its own deadlines."""
         self._box = await self._launch()
 
     async def _end_box(self) -> None:
@@ -308,9 +308,9 @@ TIMEOUT_S = 60.0
 
 
 async def put_folder(session: Session, path: str, tar: bytes) -> None:
-    """Unpack `tar` (GNU tar takes it compressed too) into the folder `path`, which is made where it is missing.
+    """Unpack `tar` (GNU tar takes it compressed too) into the folder `path`, which is made if it is missing.
 
-    Unpacked inside the box: a name with ``..`` leads only where the box's own code could go. Raises `OSError` where it
+    Unpacked inside the box: a name with ``..`` leads only where the box's own code could go. Raises `OSError` if it
     does not unpack or is too large, and `SandboxError`.
     """
     await _with_archive(session, path, 'mkdir -p -- "$2" && tar -x -f "$1" -C "$2"', tar)
@@ -320,7 +320,7 @@ async def get_folder(session: Session, path: str, max_bytes: int = MAX_FILE_BYTE
     """The folder `path` as a tar without compression, names relative to it.
 
     Untrusted code wrote it: unpack it with ``tarfile``'s ``filter="data"``.
-    Raises `OSError` where there is no such folder or its tar is longer than `max_bytes`, and `SandboxError`.
+    Raises `OSError` if the folder is missing or its tar is longer than `max_bytes`, and `SandboxError`.
     """
     return await _with_archive(session, path, 'tar -c -f "$1" -C "$2" --exclude="./$1" .', None, max_bytes)
 

@@ -1,8 +1,8 @@
 """Copies of boxes, from which further boxes start: the branches of an episode.
 
     a box that can write folders alone       each of them as a tar
-    a box with a root of its own             an image of its file system, made by who runs it, and a tar of each folder
-                                             that lies beside it in memory
+    a box with its own root                 an image of its file system, made by who runs it, and a tar of each folder
+                                             that is next to it in memory
 
 What ran in the box, the interpreter's names and the shell's variables are in no copy.
 """
@@ -80,7 +80,7 @@ class SnapshotStore:
         return self._copies[snapshot.snapshot_id]
 
     def forget(self, snapshot: Snapshot) -> BoxCopy | None:
-        """The copy, which is its caller's now; None where it is gone already."""
+        """The copy, which is its caller's now; None if it is gone already."""
         return self._copies.pop(snapshot.snapshot_id, None)
 
     def all(self) -> list[Snapshot]:

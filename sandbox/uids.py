@@ -29,7 +29,7 @@ class UidBlocks:
 
     def uid(self, slot: int) -> int:
         """A uid that no other box on this machine has at this time. Raises `SandboxError` where all are taken."""
-        if self._pid != os.getpid():  # a fork has blocks of its own
+        if self._pid != os.getpid():  # a fork has its own blocks
             self.__init__(self._first, self._size, self._count)  # type: ignore[misc]
         while len(self._blocks) <= slot // self._size:
             self._claim()

@@ -138,7 +138,7 @@ class Simulation(Section):
         if self.colocated and self.max_staleness:
             raise ValueError("colocated: roles that take turns are synchronous; set max_staleness: sync")
         if self.lend and (self.colocated or self.cores):
-            raise ValueError("lend: the trainer has GPUs of its own to lend; set colocated: false and cores: 0")
+            raise ValueError("lend: the trainer lends its own GPUs; set colocated: false and cores: 0")
         if self.lend and not self.lent:
             raise ValueError("lend: no server fits on the trainer's GPUs; lower rollout.gpus, or raise trainer.ranks")
         if self.groups_per_step % self.trainer.chunks:

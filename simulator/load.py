@@ -73,10 +73,10 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         inner = tree.get(section)
         if not isinstance(inner, dict):
-            raise BadSetup(f"{key}: there is no section {section}; there are {_sections(tree)}")
+            raise BadSetup(f"{key}: unknown section {section}; known are {_sections(tree)}")
         tree = inner
     if leaf not in tree:
-        raise BadSetup(f"{key}: there is no key {leaf}; there are {', '.join(tree)}")
+        raise BadSetup(f"{key}: unknown key {leaf}; known are {', '.join(tree)}")
     tree[leaf] = value
 
 

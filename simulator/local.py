@@ -44,7 +44,7 @@ class Record(Section):
     concurrency: int
     cores: int = Field(description="Of the machine.")
     load: float = Field(
-        description="Mean load average: processes that wanted a core, the run's own too; 0: nothing beside the run."
+        description="Mean load average: processes that wanted a core, the run's own too; 0: nothing but the run."
     )
     steps: int = Field(description="Steps counted.")
     wall_s: float = Field(description="Per step; so are the next two.")
@@ -80,7 +80,7 @@ def local_case(path: Path = FILE) -> LocalCase:
 
 
 def record(run_dir: Path, load: float, cores: int) -> Record:
-    """Read a finished run. Raises `OSError`, `KeyError` where the folder is no run."""
+    """Read a finished run. Raises `OSError`, `KeyError` if the folder is not a run."""
     import yaml
 
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
@@ -213,7 +213,7 @@ def predict_local(case: LocalCase) -> list[LocalPrediction]:
 
 
 def recorded(arguments: Sequence[str], machine: str, company: str) -> LocalCase:
-    """The case of runs given as ``RUN_DIR:LOAD``, two and two. Raises `ValueError` where they are no pairs."""
+    """The case of runs given as ``RUN_DIR:LOAD``, two and two. Raises `ValueError` if they are not pairs."""
     if not arguments or len(arguments) % 2:
         raise ValueError("give pairs of RUN_DIR:LOAD, the first of each for calibration")
     runs = []

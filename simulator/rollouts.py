@@ -11,7 +11,7 @@ from penstock.simulator.stage import Clock, Host, Job, Stage
 
 
 class Server:
-    """One engine. Remembers at which progress which version came, so that tokens can be told apart afterwards."""
+    """One engine. Records at which progress each version came, so that tokens can be assigned to versions."""
 
     def __init__(self, clock: Clock, config: Rollout, host: Host | None) -> None:
         def speed(running: int) -> float:
@@ -68,7 +68,7 @@ class Rollouts:
                 self._clock.after(self._config.weights.pause_s, server.stage.resume)
 
     def sleep(self) -> bool:
-        """Lent servers stop for the trainer; their episodes go on at others. False: they were asleep."""
+        """Lent servers stop for the trainer; their episodes continue at others. False: they were asleep."""
         self._turns += 1
         if self._asleep:
             return False
@@ -80,7 +80,7 @@ class Rollouts:
         return True
 
     def wake(self, after_s: float) -> None:
-        """Lent servers go on, unless the trainer takes the GPUs back before."""
+        """Lent servers continue, unless the trainer takes the GPUs back before."""
         turn = self._turns
 
         def resume() -> None:

@@ -23,7 +23,7 @@ def advised(config: Simulation) -> Result:
 
 
 def _lending(config: Simulation, result: Result) -> str:
-    """Nothing where the trainer lends already, hardly waits, or has no GPUs of its own on which a server fits."""
+    """Nothing where the trainer lends already, hardly waits, or has no separate GPUs on which a server fits."""
     fits = config.trainer.ranks * config.trainer.gpus >= config.rollout.gpus
     if config.lend or config.colocated or config.cores or not fits or result.trainer_bubble < IDLE:
         return ""
@@ -67,7 +67,7 @@ def splits(config: Simulation) -> list[Simulation]:
 
 def _split(config: Simulation, result: Result) -> str:
     if config.colocated or config.cores:
-        return "Roles share their machines, so there is no split to change."
+        return "Roles share their machines, so no split can be changed."
     tried = [(simulate(other).step_s, other) for other in splits(config)]
     if not tried:
         return "There are too few GPUs for another split."

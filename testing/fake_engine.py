@@ -41,7 +41,7 @@ def fake_experts(token: int, version: int) -> NDArray[np.uint8]:
 
 
 def fake_manifest(version: int, damaged: str = "", weights: str = "", file: str = __file__) -> dict[str, Any]:
-    """The announcement of a version; `FakeEngine` refuses it where it names a `damaged` tensor.
+    """The announcement of a version; `FakeEngine` refuses it if it names a `damaged` tensor.
 
     `weights`: the checksum of its tensor, by default one of the version's own. `file`: one that is there; no fake
     engine reads it.

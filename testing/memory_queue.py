@@ -67,7 +67,7 @@ class MemoryTransferQueue(MemorySteps):
         return None
 
     def beside(self) -> MemoryTransferQueue:
-        """Another client of the run that this one has created, with a trainer epoch of its own."""
+        """Another client of the run that this one has created, with a separate trainer epoch."""
         other = copy.copy(self)
         other._epoch = 0
         return other

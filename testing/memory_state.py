@@ -180,7 +180,7 @@ class MemoryState:
                     self.give_up(group, index, Outcome(OutcomeKind.INFRA_ERROR, cause, "worker"))
 
     def holds(self, worker: str) -> tuple[int, float]:
-        """Episodes that a worker holds, and the most that it may hold beside those that lost leases."""
+        """Episodes that a worker holds, and the most that it may hold in addition to those that lost leases."""
         members = [member for _, _, member in self.leased() if member.worker == worker]
         return len(members), min((most_together(len(member.lost_by)) for member in members), default=math.inf)
 

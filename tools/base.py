@@ -84,7 +84,7 @@ class BaseTool(ABC):
     """Cache, turnstile and retries around the calls; made from the tool's configuration."""
 
     defaults: Mapping[str, Any] = {}
-    """Settings that a recipe may give a tool without an `__init__` of its own, and their defaults."""
+    """Settings that a recipe may give a tool without its own `__init__`, and their defaults."""
 
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
         """Raises `TypeError` for a setting that `defaults` does not have."""
@@ -120,7 +120,7 @@ class BaseTool(ABC):
         """
 
     async def calc_reward(self, state: Any) -> float | None:
-        """Reward of the tool's final state, asked at the episode's end; None where it has none."""
+        """Reward of the tool's final state, asked at the episode's end; None if it has none."""
         return None
 
     async def release(self, state: Any) -> None:

@@ -63,7 +63,7 @@ def numbered(text: str, first: int, last: int) -> str:
 
 
 def line_range(text: str, bounds: list[int] | None, path: str) -> tuple[int, int]:
-    """The lines to show; a last line of -1 is the end. Raises `EditError` where they are not in the file."""
+    """The lines to show; a last line of -1 is the end. Raises `EditError` if they are not in the file."""
     count = len(text.splitlines())
     if bounds is None:
         return 1, count
@@ -89,7 +89,7 @@ class EditHistory:
         await self._write(steps)
 
     async def pop(self) -> tuple[str | None, str] | None:
-        """(text before the last edit, hash of the text after it), or None where there is no edit left."""
+        """(text before the last edit, hash of the text after it), or None if no edit is left."""
         steps = await self._steps()
         if not steps:
             return None
@@ -181,7 +181,7 @@ class EditorTool(BoxTool):
     async def _list(self, session: Session, path: str) -> ToolResult:
         listing = await session.run(["ls", "-1Ap", "--", f"{path}/"], timeout_s=self.run_timeout_s)
         if listing.exit_code != 0:
-            raise EditError(f"{path} cannot be read: it is no file, and no folder that may be listed")
+            raise EditError(f"{path} cannot be read: it is neither a file nor a folder that may be listed")
         names = [name for name in listing.stdout.splitlines() if not name.startswith(".penstock_")]
         return ToolResult("\n".join(names) or f"{path} is an empty folder")
 
@@ -223,7 +223,7 @@ class EditorTool(BoxTool):
 
 
 async def _read(session: Session, path: str) -> str:
-    """Raises `OSError` as open() would, and `EditError` for what is no text of bearable size."""
+    """Raises `OSError` as open() would, and `EditError` if the file is not text, or too large."""
     try:
         data = await session.read_file(path, MAX_FILE_BYTES + 1)
     except FileNotFoundError:
@@ -249,7 +249,7 @@ async def _write(session: Session, path: str, text: str) -> None:
     try:
         data = text.encode("utf-8")
     except UnicodeEncodeError:
-        raise EditError("text holds a character that is no Unicode text (half a surrogate pair)") from None
+        raise EditError("text holds a character that is not Unicode text (half a surrogate pair)") from None
     if len(data) > MAX_FILE_BYTES:
         raise EditError(f"{path} would be larger than {MAX_FILE_BYTES} bytes")
     await session.write_file(path, data)

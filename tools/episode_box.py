@@ -35,7 +35,7 @@ class EpisodeBox:
     begin = ""
     """Shell text that the box's first shell runs before its first command."""
     variables: Mapping[str, str] = MappingProxyType({})
-    """What programs see beside the box's own environment."""
+    """Variables of programs, in addition to the box's environment."""
 
     def __init__(self, sandbox: Sandbox, label: str, image: str | None = None) -> None:
         self._sandbox = sandbox
@@ -63,7 +63,7 @@ class EpisodeBox:
 
     @property
     def seconds_left(self) -> float:
-        """Until the task's own time limit, where it has one."""
+        """Until the task's own time limit, if it has one."""
         return float("inf")
 
     @property
@@ -106,7 +106,7 @@ class EpisodeBox:
 
 
 def box_for(sandbox: Sandbox, box: EpisodeBox) -> EpisodeBox:
-    """The episode's box of this sandbox, taken: `box` where there is none yet, and outside of `sharing`."""
+    """The episode's box of this sandbox, taken: `box` if there is none yet, and outside of `sharing`."""
     return shared_in_episode(id(sandbox), box).take()
 
 
@@ -142,7 +142,7 @@ class BoxTool(BaseTool):
         return EpisodeBox(self._sandbox, task.task_id, image_of(task))
 
     async def create(self, task: Task) -> EpisodeBox:
-        """Opened here: waiting for a free box is no part of a call's time, and no fault of the model's."""
+        """Opened here: waiting for a free box is not part of a call's time, and no fault of the model's."""
         box = box_for(self._sandbox, self._box_of(task))
         try:
             await box.session()

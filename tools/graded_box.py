@@ -120,7 +120,7 @@ class Submit(GradedTool):
 
 
 def keep_prediction(folder: Path, episode: str, instance_id: str, patch: bytes) -> None:
-    """A file per episode: one that is graded again replaces it. Raises `ToolInfraError` where it cannot be written."""
+    """A file per episode: one that is graded again replaces it. Raises `ToolInfraError` if it cannot be written."""
     name = re.sub(r"[^A-Za-z0-9_.#-]", ".", episode).lstrip(".") or "episode"
     name += f"-{xxhash.xxh3_64_hexdigest(episode.encode())[:8]}"  # a/b and a.b are two episodes
     line = {"instance_id": instance_id, "model_patch": patch.decode("utf-8", "replace"), "episode": episode}

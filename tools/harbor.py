@@ -104,7 +104,7 @@ class HarborBox(GradedBox[HarborEnvironment]):
         if predictions is not None:  # before the tests come
             patch = await environment.patch()
             if patch is None:
-                log.info("%s: %s: its working directory is no git repository: no patch", self._label, name)
+                log.info("%s: %s: its working directory is not a git repository: no patch", self._label, name)
             else:
                 await asyncio.to_thread(keep_prediction, predictions, self._label, name, patch)
         grade = await environment.grade()

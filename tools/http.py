@@ -84,7 +84,7 @@ class JsonClient:
         try:
             return json.loads(data)
         except ValueError as error:
-            raise ToolInfraError(self._component, f"{url}: the answer is no JSON: {beginning}") from error
+            raise ToolInfraError(self._component, f"{url}: the answer is not JSON: {beginning}") from error
 
 
 def _seconds(retry_after: str | None) -> float | None:

@@ -126,7 +126,7 @@ def _instances(entry: Any, config: ToolConfig, sandbox: Sandbox | None) -> list[
 
 
 def _rename(tools: list[BaseTool], schema: Mapping[str, Any]) -> None:
-    """The tool under another name, description or parameters. Raises `ValueError` where it could not be called so."""
+    """The tool under another name, description or parameters. Raises `ValueError` if it could not be called so."""
     function = schema.get("function")
     if len(tools) != 1 or not isinstance(function, Mapping):
         raise ValueError("tool_schema is of one tool: {type: function, function: {name, description, parameters}}")

@@ -12,7 +12,7 @@ from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.http import JsonClient
 
 TOKEN_VARIABLE = "PENSTOCK_SEARCH_TOKEN"  # noqa: S105
-"""Its own variable: the run's token must not go to a server that is no part of the run."""
+"""Its own variable: the run's token must not go to a server that is not part of the run."""
 
 
 class SearchTool(BaseTool):
@@ -41,7 +41,7 @@ class SearchTool(BaseTool):
         """
         Args:
             url: of the route, as in Search-R1 (``http://HOST:PORT/retrieve``).
-            token_env: environment variable with the server's token; nothing is sent where it is not set.
+            token_env: environment variable with the server's token; nothing is sent if it is not set.
             request_timeout_s: deadline of one attempt; the tool's `timeout_s` must leave room for it.
         """
         super().__init__(sandbox)

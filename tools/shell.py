@@ -22,7 +22,7 @@ eval "$1"
 
 
 class ShellTool(BoxTool):
-    """stdout and stderr come as one, in their order. Nothing that a command started runs on after it."""
+    """stdout and stderr are merged, in their order. Nothing that a command started runs on after it."""
 
     name = "shell"
     description = "Run a bash command. Files, the working directory and variables persist between calls."

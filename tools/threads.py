@@ -64,7 +64,7 @@ _THREADS = UserThreads()
 
 
 async def call_users(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(…)`: awaited where it is async, in a thread where it is plain. Context variables are the caller's."""
+    """`function(…)`: awaited if it is async, in a thread if it is plain. Context variables are the caller's."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)
     name = getattr(function, "__qualname__", repr(function))

@@ -22,7 +22,7 @@ _VALIDATORS: dict[int, Any] = {}
 
 
 def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
-    """Raises `ValueError` naming the tool where `schema` is no JSON schema of an object, or refers to what is not
+    """Raises `ValueError` naming the tool if `schema` is not a JSON schema of an object, or refers to what is not
     there, which would end the episode that calls the tool."""
     if schema.get("type") != "object":
         raise ValueError(f"tool {tool}: parameters must be a JSON schema of type object")
@@ -79,7 +79,7 @@ def _check_patterns(patterns: Iterable[str]) -> None:
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:
-    """None where they fit, else one line for the model.
+    """None if they fit, else one line for the model.
 
     Arguments that the schema does not name are refused, unless it speaks of them (``additionalProperties``): tools are
     functions, and spelling this out in every schema would cost tokens in every prompt.

@@ -37,7 +37,7 @@ class SearchApi:
     """Where a result's `title`, `url` and `text` have other names."""
 
     def results(self, answer: Any) -> list[dict[str, str]]:
-        """Raises `TypeError` or `AttributeError` on an answer of another shape; a missing list is no result."""
+        """Raises `TypeError` or `AttributeError` on an answer of another shape; a missing list means no results."""
         names = ("title", "url", "text")
         for key in self.path:
             answer = answer.get(key, {})
@@ -98,7 +98,7 @@ class WebSearchTool(BaseTool):
 
         Args:
             api: ``brave``, ``serper`` or ``tavily``.
-            url, key_env: where they differ from the service's own (a proxy, another variable).
+            url, key_env: if they differ from the service's own (a proxy, another variable).
         """
         super().__init__(sandbox)
         if api not in APIS:

@@ -46,7 +46,7 @@ class ModelLimits:
     width: int = 1024
     """Of its hidden states: from how long a row on attention costs as much as all else."""
     mixtures: Mixtures | None = None
-    """Its layers with experts, where it replays the engine's choices."""
+    """Its layers with experts, if it replays the engine's choices."""
     image_token: int | None = None
     """Id that stands for a part of an image; None: it is trained without images."""
 
@@ -75,7 +75,7 @@ class Row:
     teacher: NDArray[np.float32] | None = None
     """[N] the teacher's logprobs; None where the segment has none."""
     experts: RoutedExperts | None = None
-    """[L, layers, k] as `Segment.routed_experts`; None where there are none, or where they are not replayed."""
+    """[L, layers, k] as `Segment.routed_experts`; None if there are none, or if they are not replayed."""
     first_token: int = 0
     """Index of the first sampled token among all of the rank's, in the order of rows"""
     top_ids: NDArray[np.int32] | None = None
@@ -264,7 +264,7 @@ def make_row(
 
 
 def _behind_sampled_place(sampled: NDArray[np.int64], model: ModelLimits) -> NDArray[np.bool_]:
-    """[N] which sampled tokens come after one that stands for a part of an image. There is no image behind it, so that
+    """[N] which sampled tokens come after one that stands for a part of an image. It has no image, so
     no forward with pixels repeats what the engine read there; such an answer ends its segment."""
     if model.image_token is None:
         return np.zeros(len(sampled), dtype=np.bool_)
@@ -327,7 +327,7 @@ def greedy_members(batch: StepBatch) -> NDArray[np.bool_]:
 
 
 def greedy_baselines(batch: StepBatch, returns: Tensor) -> Tensor:
-    """returns [E] → [E] that of the group's greedy member; 0 where it was lost"""
+    """returns [E] → [E] that of the group's greedy member; 0 if it was lost"""
     greedy = greedy_members(batch)
     by_group = dict(zip(batch.group[greedy].tolist(), returns.numpy()[greedy].tolist(), strict=True))
     return torch.tensor([by_group.get(group, 0.0) for group in batch.group.tolist()], dtype=torch.float64)

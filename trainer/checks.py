@@ -174,7 +174,7 @@ def _check_settings(config: TrainerConfig) -> None:
     if config.aggregation == "constant" and not config.aggregation_length:
         raise BadJob("trainer.aggregation=constant divides by trainer.aggregation_length, which is 0: set it")
     if config.kl.target is not None and not config.kl.in_reward:
-        raise BadJob("trainer.kl.target steers trainer.kl.in_reward, which is 0: set where it starts")
+        raise BadJob("trainer.kl.target steers trainer.kl.in_reward, which is 0: set its start value")
     if config.proximal == "behaviour" and config.correction is not None:
         raise BadJob(
             "trainer.proximal=behaviour leaves nothing for a correction to correct: set trainer.correction=null and "

@@ -25,7 +25,7 @@ class KLConfig(BaseModel):
     horizon: int = Field(10_000, gt=0, description="Episodes over which in_reward is steered; more is slower.")
     reference_dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
-        description="Of the reference policy's weights; None: trainer.dtype, which changes no number. Beside "
+        description="Of the reference policy's weights; None: trainer.dtype, which changes no number. With "
         "trainer.dtype float32, bfloat16 halves them and rounds what they say.",
     )
 
@@ -58,7 +58,7 @@ class DistillConfig(BaseModel):
         0.5, gt=0, lt=1, description="Of divergence jsd: share of the teacher in the mixture that both are compared to."
     )
     reward_weight: float = Field(
-        1.0, ge=0, description="The estimator's advantages count this much beside the teacher; 0: the teacher alone."
+        1.0, ge=0, description="The estimator's advantages count this much next to the teacher; 0: the teacher alone."
     )
     clip: float = Field(20.0, gt=0, description="logπ − log p of a token is held within this of 0.")
 
@@ -81,7 +81,7 @@ class TrainedSourceConfig(BaseModel):
     @model_validator(mode="after")
     def _options_have_an_estimator(self) -> Self:
         if self.advantage_options and self.advantage is None:
-            raise ValueError("advantage_options are settings of an advantage: name it beside them")
+            raise ValueError("advantage_options are settings of an advantage: name it as well")
         return self
 
 
@@ -211,7 +211,7 @@ class TrainerConfig(BaseModel):
         "`advantage` and the run's `group_size`.",
     )
     turn_reward_weight: float = Field(
-        0.0, description="Turn rewards count this much beside the episode's reward; 0: not at all."
+        0.0, description="Turn rewards count this much next to the episode's reward; 0: not at all."
     )
     filter: str | None = Field(
         None, description="Registered episode filter, for example pf_ppo; None: all weigh the same."
@@ -275,7 +275,7 @@ class TrainerConfig(BaseModel):
     )
     micro_batch_tokens: int = Field(2048, gt=0, description="Token budget of one packed forward and backward.")
     share_prompts: bool = Field(
-        True, description="Compute a prompt once for a group's rows that begin with it, where that spares a tenth."
+        True, description="Compute a prompt once for a group's rows that begin with it, if that spares a tenth."
     )
     checkpoint_every: int = Field(10, gt=0, description="Steps between checkpoints (and queue commits).")
     keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")
@@ -328,8 +328,8 @@ class TrainerConfig(BaseModel):
         return self
 
     def threads_of_rank(self, cores: int, ranks: int, *, on_gpu: bool) -> int:
-        """CPU threads of each of the `ranks` that have `cores` of a machine together. AdamW alone takes many, where it
-        is the host's: beside an engine on CPUs more than one for each process is slower."""
+        """CPU threads of each of the `ranks` that have `cores` of a machine together. AdamW alone takes many, if it
+        is the host's: next to an engine on CPUs more than one for each process is slower."""
         if self.threads is not None:
             return self.threads
         return max(1, cores // max(1, ranks)) if self.offload is True and on_gpu else 1

@@ -125,7 +125,7 @@ def _key(data: bytes) -> int:
 
 
 def _turn_states(trajectories: Sequence[Trajectory], turns: Sequence[Sequence[list[int]]]) -> Tensor:
-    """[U] the agent loop's own states where it names one per turn in extra["turn_states"]"""
+    """[U] the agent loop's own states if it names one per turn in extra["turn_states"]"""
     states: list[int] = []
     for trajectory, segments in zip(trajectories, turns, strict=True):
         own = trajectory.extra.get("turn_states")

@@ -11,7 +11,7 @@ From sampled tokens:
 Over tokens that π sampled, d estimates the reverse KL(π ‖ p) at each context, and −d · ∇logπ its gradient with the
 contexts held fixed: a token answers for itself alone (discount 0). Tokens without a teacher have d = 0.
 
-From the teacher's k likeliest ids S_n in the place of token n, where it gives them, and one bucket for all other ids:
+From the teacher's k likeliest ids S_n in the place of token n, if it gives them, and one bucket for all other ids:
 
     p̃_n = (p(v) for v in S_n, 1 − Σ_S p)        π̃_n = (π(v) for v in S_n, Σ_v∉S π(v))
     as loss         L_n ← L_n + γ · D(π̃_n, p̃_n)
@@ -20,7 +20,7 @@ From the teacher's k likeliest ids S_n in the place of token n, where it gives t
     forward_kl      D = KL(p̃ ‖ π̃)
     jsd             D = β · KL(p̃ ‖ m) + (1 − β) · KL(π̃ ‖ m)        m = β · p̃ + (1 − β) · π̃,   β = jsd_beta
 
-Both are whole distributions over k + 1 buckets, so D is a divergence: 0 where they agree and never negative, at most
+Both are whole distributions over k + 1 buckets, so D is a divergence: 0 if they agree and never negative, at most
 that over the whole vocabulary (log-sum inequality: Cover and Thomas, "Elements of Information Theory", theorem 2.7.1),
 and equal to it where S is the vocabulary. k terms without the rest, which some take for it, are neither. D is already
 the mean over all tokens in the place of n, so it is not weighed by ρ, the ratio of the one that was sampled; what the
@@ -30,8 +30,9 @@ Agarwal et al. 2024, "On-Policy Distillation of Language Models: Learning from S
 (arXiv:2306.13649), section 3, with its generalised JSD; the bucket for the rest as in TRL's distillation trainers, and
 against truncation Anshumann et al. 2025, "Sparse Logit Sampling: Accelerating Knowledge Distillation in LLMs"
 (arXiv:2503.16870); Gu et al. 2024, "MiniLLM: Knowledge Distillation of Large Language Models"
-(arXiv:2306.08543), equation 2; as an advantage beside rewards: Lu et al. 2025, "On-Policy Distillation" (Thinking
-Machines Lab). The teacher's logprobs are recorded with the trajectory, at temperature 1 (`Segment.teacher_logprobs`).
+(arXiv:2306.08543), equation 2; as an advantage in addition to rewards: Lu et al. 2025, "On-Policy Distillation"
+(Thinking Machines Lab). The teacher's logprobs are recorded with the trajectory, at temperature 1
+(`Segment.teacher_logprobs`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ LEAST_REST = 1e-6
 
 
 def teacher_gap(logprobs: Tensor, teacher: Tensor, clip: float, *, keep_slope: bool = False) -> Tensor:
-    """logprobs [n], teacher [n] with NaN where there is none → d [n], with the gradient of `logprobs`; 0 at NaN.
+    """logprobs [n], teacher [n] with NaN if there is none → d [n], with the gradient of `logprobs`; 0 at NaN.
 
     Beyond ±clip the gradient is 0, with `keep_slope` that of `logprobs` still: under k2 a token that the teacher rules
     out is then unlearned with d = clip, as in the advantage. k3's slope would be e^clip there.
@@ -68,7 +69,7 @@ def mixed(advantages: Advantages, gap: Tensor, config: DistillConfig) -> Advanta
 
 
 def teacher_coarse(ids: Tensor, logprobs: Tensor) -> Tensor:
-    """ids [n, k], below 0 for none, logprobs [n, k] → log p̃ [n, k + 1], the rest last; −inf where there is no id."""
+    """ids [n, k], below 0 for none, logprobs [n, k] → log p̃ [n, k + 1], the rest last; −inf if there is no id."""
     there = ids >= 0
     rest = 1 - torch.where(there, logprobs.double().exp(), 0.0).sum(-1, keepdim=True)
     log_rest = rest.clamp(min=LEAST_REST).log().to(logprobs.dtype)

@@ -6,7 +6,7 @@ How much arithmetic a step is, and what share of the device's peak that was (mod
     forward and backward = 3 · forward; 2 · forward where only LoRA's matrices need gradients of weights
 
 Chowdhery et al. 2022, "PaLM" (arXiv:2204.02311), appendix B; of the update alone, without scoring and without what is
-computed again in the backward. Head and embedding: the head for sampled tokens only, the embedding is no product.
+computed again in the backward. Head and embedding: the head for sampled tokens only, the embedding is not a product.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Flops:
 def _matrices(model: PreTrainedModel, head: nn.Module | None) -> int | None:
     """Weights of matrices inside the layers that one token meets: of a mixture the router and the token's experts.
 
-    None where there are convolutions, which are those of a layer with a state, and where a token's experts are not
+    None if there are convolutions, which are those of a layer with a state, and where a token's experts are not
     known.
     """
     routed: int = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0

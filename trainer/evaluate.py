@@ -1,9 +1,9 @@
-"""Evaluation beside training: greedy episodes in a split of their own, on a policy version or newer.
+"""Evaluation during training: greedy episodes in a split of their own, on a policy version or newer.
 
     start(v) ──► task: submit split eval/v ─► poll until all are done ─► mean reward ─► eval.jsonl, metrics.jsonl
 
 Neither training nor rollout waits for it. One at a time: one that falls due while another runs is left out. A server
-for evaluations (`rollout.evaluation_server`) keeps its version until it is over. Others may load newer ones meanwhile,
+for evaluations (`rollout.evaluation_server`) keeps its version until the end. Others may load newer ones meanwhile,
 also within an episode; the versions that sampled are reported.
 """
 
@@ -49,7 +49,7 @@ class Evaluator:
         self._version = -1
 
     def start(self, version: int) -> bool:
-        """Begin to evaluate `version`; False where there is nothing to evaluate on, or one is under way."""
+        """Begin to evaluate `version`; False if there is nothing to evaluate on, or one is under way."""
         busy = self._task is not None and not self._task.done()
         if not self._rows or busy:
             return False

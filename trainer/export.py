@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def save_final_model(engine: Engine, ranks: Ranks, source: str, folder: Path, *, with_adapter: bool = True) -> None:
-    """A Hugging Face folder with the tokenizer of `source`; written beside and renamed. A collective.
+    """A Hugging Face folder with the tokenizer of `source`; written under a temporary name and renamed. A collective.
 
     What LoRA learned is added to the weights, unless not `with_adapter`.
     """

@@ -45,7 +45,7 @@ class Outputs(NamedTuple):
     logprobs: Tensor
     """[N]"""
     entropy: Tensor | None
-    """[N] None where it is not asked for"""
+    """[N] None if it is not asked for"""
     coarse: Tensor | None = None
     """[N, k + 1] logprobs of k ids in the place of each token, then of all other ids together; −inf where there is no
     such id. None where it is not asked for"""
@@ -141,11 +141,11 @@ class _Sums(NamedTuple):
     log_total: Tensor
     """[n] log Σ exp z"""
     mean: Tensor
-    """[n] Σ p·z, where it is asked for"""
+    """[n] Σ p·z, if it is asked for"""
     some: Tensor
     """[n, k] z of the ids that are asked for"""
     log_rest: Tensor
-    """[n] log Σ exp z over all other ids; −inf where there are none, and where no ids are asked for"""
+    """[n] log Σ exp z over all other ids; −inf if there are none, and if no ids are asked for"""
 
 
 def _sums(
@@ -201,7 +201,7 @@ def _over_group(
 
 
 class _CoarseGradient(NamedTuple):
-    """Gradients of n tokens' coarse logprobs; 0 where there is no such id, or no other ones."""
+    """Gradients of n tokens' coarse logprobs; 0 without such an id, or no other ones."""
 
     ids: Tensor
     """[n, k]"""

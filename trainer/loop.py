@@ -25,7 +25,7 @@ async def train(job: TrainJob) -> None:
     """Train to `job.config.steps`, or until `trainer.stop` says that it is enough, resuming where an earlier call
     stopped; then write ``final_model/``.
 
-    Cancelled, it gives up the step under way where that has changed no weight yet, else finishes it; then it saves,
+    Cancelled, it abandons the current step if that has changed no weight yet, else finishes it; then it saves,
     commits and raises `CancelledError`, all within `job.stop_timeout_s`. Raises `BadJob`, `DataError`, `BatchTimeout`,
     `BatchesDiffer`, `TrainingDiverged`, `QueueError`; of the queue's, `TrainerFenced` and `TooManyFiltered`
     are permanent. Where devices are shared also `TurnTimeout`, `TurnLost` and, permanent, `OverBudget`.
@@ -42,7 +42,7 @@ async def train(job: TrainJob) -> None:
 
 
 async def _stopped(running: asyncio.Task[None], timeout_s: float) -> None:
-    """Let the loop end by itself; cancel it where that takes too long, or where this is cancelled too.
+    """Let the loop end by itself; cancel it if that takes too long, or if this is cancelled too.
 
     Raises `NotSaved` where its last checkpoint failed.
     """

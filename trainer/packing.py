@@ -78,7 +78,7 @@ class Pack:
     proximal: Tensor | None = None
     """[N] logprobs at the start of the step; None where the training forward's own are those."""
     reference: Tensor | None = None
-    """[N] logprobs of the reference policy, where there is one"""
+    """[N] logprobs of the reference policy, if there is one"""
     teacher: Tensor | None = None
     """[N] float32, the teacher's logprobs, NaN for rows without a teacher; None: no row of the pack has one."""
     experts: Tensor | None = None
@@ -97,7 +97,7 @@ class Pack:
     shown: Tensor | None = None
     """[M, 2] int64, (run, image) in the order of their places in `ids`"""
     run_lengths: Tensor = None  # type: ignore[assignment]
-    """[R] int32, tokens of each run. On the host, where they are read for every layer; None: from `row_bounds`."""
+    """[R] int32, tokens of each run. On the host, since they are read for every layer; None: from `row_bounds`."""
 
     def __post_init__(self) -> None:
         if self.run_lengths is None or self.row_bounds.is_cpu:  # as `row_bounds` are, also of a changed copy
@@ -182,7 +182,7 @@ def pack_rows(
 
 
 def bundled(rows: Sequence[Row], budget: int) -> list[Bundle]:
-    """Rows with the same prompt together, as many as `budget` holds, where that spares enough of their tokens."""
+    """Rows with the same prompt together, as many as `budget` holds, if that spares enough of their tokens."""
     by_prompt: dict[bytes, list[Row]] = {}
     for row in rows:
         by_prompt.setdefault(_alike(row), []).append(row)

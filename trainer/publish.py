@@ -69,9 +69,9 @@ class Publisher(BackgroundWork):
         self._finds_changes = rollout.weights_full_every > 1 and not self._broadcasts
         """Whether versions are compared: what is broadcast is full."""
         self._is_spread = self._broadcasts or ranks.world > 1
-        """Whether each rank keeps a copy of its own share."""
+        """True if each rank keeps a copy of its share."""
         self._source: WeightSource | None = None
-        """This rank's copies, where it does."""
+        """This rank's copies, if it keeps some."""
         self.published = 0
         """Newest version that the queue has, or will have when `settle` returns."""
         self.last_s = 0.0
@@ -110,7 +110,7 @@ class Publisher(BackgroundWork):
         """Publish the engine's present weights as `version`, in the background.
 
         A version that the queue already has is not published again (a replay after a restart); only if its file is
-        gone, or the queue has forgotten where it is, is the current one written anew.
+        gone, or the queue has forgotten its place, is the current one written anew.
         """
         await self.settle()
         renew = version == self.published and await self._in_torch(self._ranks.from_rank0, await self._is_gone())
@@ -220,7 +220,7 @@ class Publisher(BackgroundWork):
             return partial(self._written, version, list(self._engine.adapter_weights()))
         if self._source is None:
             return partial(self._written, version, list(self._engine.weights(self._dtype)))
-        # Rank 0 comes here once the version before is out: before that no rank may give up its copies of it.
+        # Rank 0 comes here once the version before is out: before that no rank may release its copies of it.
         self._ranks.meet()
         self._source.take(version, self._shards())
         return partial(self._broadcast if self._broadcasts else self._written_from_ranks, version, self._source)
@@ -251,12 +251,12 @@ class PublishTimeout(RuntimeError):
 async def _in_daemon_thread(work: Callable[[], T], name: str) -> T:
     """Run `work` as `asyncio.to_thread` does, but the process can end while it hangs in the kernel."""
     done: Future[T] = Future()
-    done.set_running_or_notify_cancel()  # who gives up waiting leaves `work` a future that it can still settle
+    done.set_running_or_notify_cancel()  # a caller that stops waiting leaves `work` a future that it can still settle
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+        except BaseException as error:  # noqa: BLE001 - raised from the await
             done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

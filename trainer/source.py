@@ -150,7 +150,7 @@ class BatchSource:
     async def _drop(self, step: int, episodes: Sequence[str], problem: str) -> None:
         if self._job.lost_payloads == "strict":
             raise PayloadsLost(
-                f"step {step}: {problem}. transfer_queue.lost_payloads is strict; to drop and count them and go on: "
+                f"step {step}: {problem}. transfer_queue.lost_payloads is strict; to drop and count them and continue: "
                 "penstock run RECIPE --resume transfer_queue.lost_payloads=drop"
             )
         dropped = await self._queue.drop_lost(step, episodes)

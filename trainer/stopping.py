@@ -73,7 +73,7 @@ class Stopping:
             return f"{what} is {means[-1]:.6g} at version {version}: the target {config.target:g} is reached"
         if config.patience and len(means) - 1 - best >= config.patience:
             since = values[best + window - 1][0]
-            return f"{what} is no better than {means[best]:.6g}, of version {since}, in {config.patience} values since"
+            return f"{what} is not better than {means[best]:.6g}, of version {since}, in {config.patience} values since"
         return None
 
 

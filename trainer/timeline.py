@@ -40,7 +40,7 @@ class Timeline:
 
     @contextmanager
     def during(self, track: Track, name: str, number: int) -> Iterator[None]:
-        """Note the block, also where it fails. `number`: of the step, or the version on other tracks."""
+        """Note the block, also if it fails. `number`: of the step, or the version on other tracks."""
         at_unix_s, began = time.time(), time.monotonic()
         try:
             yield

@@ -129,7 +129,7 @@ class Trainer:
             yield parts
 
     async def take(self, step: int, stop: asyncio.Event) -> StepBatch | None:
-        """The step's batch, one and the same on all ranks; None on all where any was told to stop.
+        """The step's batch, one and the same on all ranks; None on all if any received a stop.
 
         Episodes that a rank cannot train leave the step on all ranks. Raises `BatchesDiffer` on all ranks.
         """
@@ -214,12 +214,12 @@ class Trainer:
             await self.saver.save(self.step, self.feeder.cursor if self.feeder else DataCursor(), self.publisher)
 
     async def give_up(self, step: int) -> None:
-        """The trainer is told to stop, and `step` has changed nothing: save what was trained before."""
-        logger.info("told to stop: step %d is given up before it changed a weight, its batch stays the queue's", step)
+        """The trainer received a stop, and `step` has changed nothing: save what was trained before."""
+        logger.info("stop requested: step %d is given up before it changed a weight, its batch stays the queue's", step)
         await self.save()
 
     async def is_over(self) -> bool:
-        """Return True if trainer.stop ends the run before its last step. A collective where it could."""
+        """Return True if trainer.stop ends the run before its last step. A collective if it could."""
         if not self.job.config.stop.enabled:
             return False
         verdict = self.recorder.why_over() if self.recorder is not None else None

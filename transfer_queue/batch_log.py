@@ -222,7 +222,7 @@ def _read_head(head: bytes, step: int, name: str) -> tuple[int, int, int]:
         raise BadPayload(f"{name}: head: {len(head)} bytes of {HEAD_BYTES}; the file is cut short")
     magic, version, _, found_step, count, table_len, table_checksum = _PREAMBLE.unpack_from(head)
     if magic != MAGIC:
-        raise BadPayload(f"{name}: magic: {magic!r}, not {MAGIC!r}; this is no file of a batch log")
+        raise BadPayload(f"{name}: magic: {magic!r}, not {MAGIC!r}; this is not a file of a batch log")
     if version != FORMAT:
         raise BadPayload(f"{name}: format: version {version} is unknown; this build reads version {FORMAT}")
     if _CHECKSUM.unpack_from(head, _PREAMBLE.size) != (xxh3_64_intdigest(head[: _PREAMBLE.size]),):

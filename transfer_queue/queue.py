@@ -66,7 +66,7 @@ class TransferQueue(Protocol):
     async def create_run(self, limits: Limits, config: str, identity: RunIdentity | None = None) -> RunRecord | None:
         """Create the run (None), or enter the existing one: `config`, the resolved YAML, replaces its own.
 
-        Raises `QueueError` where its limits differ, and `RunTaken` where it is another run: one with another id or
+        Raises `QueueError` where its limits differ, and `RunTaken` if it is another run: one with another id or
         model, or, where one of the two has no identity, with another configuration. Nothing is changed then.
         """
 
@@ -131,7 +131,7 @@ class TransferQueue(Protocol):
     async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:
         """`complete` of several episodes, for a client that holds more than one ended one, in few round trips.
 
-        Each is taken or refused for itself: None or its error, in the order given. The call is no transaction: where it
+        Each is taken or refused for itself: None or its error, in the order given. The call is not a transaction: if it
         raises `QueueUnavailable` or is cut off, some may have been taken, and a repeat of all of them is a no-op for
         those. Raises `QueueError` where one lease stands twice in it.
         """

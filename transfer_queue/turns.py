@@ -1,4 +1,4 @@
-"""Turns on devices that engines and trainer share: who is on them, what each holds of their memory, who waits.
+"""Turns on devices that engines and trainer share: the holder, the memory that each holds, the waiting side.
 
     engines  hold ─► load, sample ─► the trainer waits ─► sleep ─► rest ──┐
        ▲                                                                 ▼
@@ -174,7 +174,7 @@ class TurnQueue(Protocol):
 
 
 class TurnLost(RuntimeError):
-    """This process was silent for so long that the other side has taken the devices: it must give up their memory."""
+    """This process was silent for so long that the other side has taken the devices: it must release their memory."""
 
 
 class TurnTimeout(RuntimeError):

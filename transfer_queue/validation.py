@@ -117,7 +117,7 @@ def is_reached(reward: float, bound: float) -> bool:
 
 
 def same_reward(one: float | None, other: float) -> bool:
-    """False for None, which is no reward."""
+    """False for None, the missing reward."""
     return one is not None and is_reached(one, other) and is_reached(other, one)
 
 
@@ -265,7 +265,7 @@ def _check_experts(experts: Any, length: int, field: str) -> None:
 
 def _check_tops(segment: Segment, sampled: int, where: str) -> None:
     field = f"{where}.teacher_top_ids"
-    expect(segment.teacher_logprobs is not None, field, "there are no teacher_logprobs beside them")
+    expect(segment.teacher_logprobs is not None, field, "there are no teacher_logprobs with them")
     shape = np.shape(segment.teacher_top_ids)  # type: ignore[arg-type]
     good = len(shape) == 2 and shape[0] == sampled and shape[1] >= 1
     expect(good, field, f"shape {shape}, not [{sampled}, k]: a row for each sampled id")

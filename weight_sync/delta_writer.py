@@ -95,7 +95,7 @@ def write_delta(
 ) -> tuple[WrittenFile, tuple[TensorEntry, ...]]:
     """The file, and the whole tensors of `version`. Blocks.
 
-    Raises `NoSpace`, `Superseded`, `RuntimeError` where a rank is gone; there is no such file then.
+    Raises `NoSpace`, `Superseded`, `RuntimeError` where a rank is gone; no such file exists then.
     """
     unknown = ["0" * 16] * len(plan.changed)
     begin = len(plan.header(base_state, unknown))
@@ -141,7 +141,7 @@ class _Data:
             self._write_values(part.words[places])
 
     def checksums(self) -> list[str]:
-        """Return the checksums of each change, index before values, as in the file. Raises `RuntimeError` where it
+        """Return the checksums of each change, index before values, as in the file. Raises `RuntimeError` if it
         lacks some.
         """
         index_at, values_at = self._begin, self._begin + self._plan.index_bytes
@@ -172,7 +172,7 @@ def _write_at(descriptor: int, data: bytes | memoryview, at: int) -> int:
 
 
 def _checksum(descriptor: int, *ranges: tuple[int, int]) -> str:
-    """xxh3 of so many bytes of the file from each place on, one range after the other."""
+    """xxh3 of the bytes of the file from each place on, one range after the other."""
     digest = xxhash.xxh3_64()
     for at, nbytes in ranges:
         for begin in range(at, at + nbytes, PIECE_BYTES):

@@ -1,6 +1,6 @@
 """A server's side before the engine: announced files brought to this machine, adapters merged. Engines see paths only.
 
-manifest ── Fetcher ──► files on this machine ── MergingFetcher ──► a full version, where it was an adapter
+manifest ── Fetcher ──► files on this machine ── MergingFetcher ──► a full version, if it was an adapter
 """
 
 from __future__ import annotations

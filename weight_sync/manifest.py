@@ -49,7 +49,7 @@ class WeightsUnreachable(Exception):
 class WeightsBroken(Exception):
     """A version that replaced the engine's weights in place did not come whole; the message has the cause.
 
-    The engine holds no version. It stands still until it has loaded a whole one, be it the one that it had.
+    The engine holds no version. It is paused until it has loaded a whole one, which may be the same as before.
     """
 
 

@@ -109,7 +109,7 @@ class WeightPublisher:
         return self.adopt(version, written, described)
 
     def write_from(self, version: int, source: WeightSource) -> Manifest:
-        """Write `version` from the copies of the trainer's ranks, as a delta where it can be one. Blocks.
+        """Write `version` from the copies of the trainer's ranks, as a delta if it can be one. Blocks.
 
         Raises `NoSpace`, `Superseded`, and `RuntimeError` where a rank is gone; what follows is full then.
         """

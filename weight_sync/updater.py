@@ -137,7 +137,7 @@ class WeightUpdater:
     ) -> None:
         self.version = 0
         self.cause = ""
-        """Why the newest weights are not held; empty where they are."""
+        """Why the newest weights are not held; empty if they are."""
         self.newest: Announcement | None = None
         self.refused: Announcement | None = None
         self.history: deque[WeightsLoad] = deque(maxlen=HISTORY)
@@ -185,7 +185,7 @@ class WeightUpdater:
         self.refused, self._retry_at = None, 0.0
 
     async def pull(self, engine: WeightLoader) -> bool:
-        """Load the newest announced weights where they are others. True once the engine has what is announced.
+        """Load the newest announced weights if they are others. True once the engine has what is announced.
 
         Others, not only newer: a queue that lost its last second with its machine may announce an older version, or
         the same number with other weights. Refused ones are tried again when the announcement changes.
@@ -200,7 +200,7 @@ class WeightUpdater:
         if is_current:
             self.cause, self._behind_since = "", None
         elif newest is None:
-            self.cause = "the weights were dropped, and the queue that announced them has forgotten where they are"
+            self.cause = "the weights were dropped, and the queue that announced them has forgotten their place"
         else:
             stays = self._may_move is not None and not await self._may_move()
             self._behind_since = None if stays else self._behind_since or time.monotonic()
@@ -290,7 +290,7 @@ class WeightUpdater:
         return 0.0 if self._behind_since is None else time.monotonic() - self._behind_since
 
     async def straggles(self) -> str:
-        """Why this server should start over; empty where it should not, or where others do no better."""
+        """Why this server should start over; empty if it should not, or if others are no better."""
         late = self.behind_s > STRAGGLER_S and self.behind_versions >= STRAGGLER_VERSIONS
         if not late and self._refusals < FAILED_LOADS:
             return ""

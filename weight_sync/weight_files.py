@@ -53,9 +53,9 @@ class WeightFiles:
     ) -> None:
         """`token`, `host` and `port` are for transports that serve files; `model`, version 0, is for adapters.
 
-        `full_every`: of what is broadcast, the files of one in so many versions are written at once, those of the
+        `full_every`: of what is broadcast, the files of one in `full_every` versions are written at once, those of the
         others when a server asks for one; under other transports see `WeightPublisher`. `from_gpus`: broadcasts go from
-        GPU to GPU where this process and the servers' workers have one.
+        GPU to GPU if this process and the servers' workers have one.
         """
         self.directory = directory
         self._transport: Transport = transport
@@ -119,7 +119,7 @@ class WeightFiles:
         return self.broadcaster.open(version, tensors, sizes)
 
     def write_broadcast(self, version: int, source: WeightSource, sending: Sending, expected: int) -> Manifest:
-        """Send `version` and, where it is due or one of the `expected` servers has no place, write its file. Blocks.
+        """Send `version` and, if it is due or one of the `expected` servers has no place, write its file. Blocks.
 
         Raises `NoSpace`, `Superseded`, and `RuntimeError` where a rank of the trainer is gone.
         """

@@ -19,7 +19,7 @@ def clean(
 
     A start of a run does so too. Needed after a run and its supervisor were killed at once (SIGKILL, out of memory).
     With --recipe also boxes at the provider that its `sandbox` section names, and containers and images of snapshots
-    where that is docker, whichever run's they are: those whose process on this machine is gone, and those of other
+    if that is docker, whichever run's they are: those whose process on this machine is gone, and those of other
     machines that are past their age.
 
     Example: penstock clean --recipe recipes/swe/sandbox.yaml

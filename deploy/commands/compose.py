@@ -31,7 +31,7 @@ def init(
         list[str] | None, typer.Option(help="GPUs of one rollout server; repeat for each further server.")
     ] = None,
 ) -> None:
-    """Make a folder that `docker compose up` runs in, with passwords of its own (files of mode 0600).
+    """Make a folder that `docker compose up` runs in, with its own passwords (files of mode 0600).
 
     Example: penstock compose init stack recipes/calculator.yaml name=mine && cd stack && docker compose up -d
     """

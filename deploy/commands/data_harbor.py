@@ -37,14 +37,14 @@ def check(  # noqa: PLR0917 - options of a command
     build: Annotated[bool, typer.Option(help="Build images of Dockerfiles that are not there yet.")] = True,
     network: Annotated[str, typer.Option(help="Of these builds: default, none or host. Boxes have none.")] = "default",
     record: Annotated[
-        Path | None, typer.Option(help="Where results are kept; default: FOLDER.check.jsonl beside it.")
+        Path | None, typer.Option(help="Where results are kept; default: FOLDER.check.jsonl next to it.")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Run what the record has, too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per task instead of a table.")] = False,
 ) -> None:
     """Prove tasks of Harbor or Terminal-Bench: each one's own solution must earn 1, doing nothing less.
 
-    Ends with status 1 where a task is unsound. A check that was stopped continues where it was; a task whose files have
+    Ends with status 1 where a task is unsound. A check that was stopped continues from there; a task whose files have
     changed is checked anew.
 
     Example: penstock data check tasks --concurrency 4
@@ -111,7 +111,7 @@ async def _check(
 
 
 class _Images:
-    """Builds what Dockerfiles describe, one image at a time, where this machine's engine makes the boxes."""
+    """Builds what Dockerfiles describe, one image at a time, if this machine's engine makes the boxes."""
 
     def __init__(self, backend: str, network: str | None) -> None:
         """`network`: of builds; None: nothing is built."""

@@ -35,9 +35,7 @@ def swe_mutations(  # noqa: PLR0917 - options of a command
     out: Out,
     tests: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--tests", help="Folder of tests for the package at the same place, where it has none of its own."
-        ),
+        typer.Option("--tests", help="Folder of tests for the package at the same place, if it has none."),
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Tasks wanted of each package.")] = 20,
     evaluation: Annotated[int, typer.Option("--eval", min=0, help="How many of these go to test.parquet.")] = 0,
@@ -106,7 +104,7 @@ def swe_gym(  # noqa: PLR0917 - options of a command
     repositories: Repositories = None,
     test_command: TestCommand = "",
 ) -> None:
-    """SWE-Gym: SWE-bench's fields, images of its own."""
+    """SWE-Gym: SWE-bench's fields, its own images."""
     _convert("swe-gym", source, out, split, image, repositories, test_command)
 
 

@@ -164,7 +164,7 @@ def _folder(run: str) -> Path:
 
 
 def _summary_of_ended(run: str | None) -> dict[str, Any] | None:
-    """None where it is not known to have ended: no summary, or a queue to ask."""
+    """None if it is not known to have ended: no summary, or a queue to ask."""
     name = run or os.environ.get(RUN_VARIABLE, "")
     folder = _folder(name)
     if not name or (folder / "connect.env").exists():

@@ -61,7 +61,7 @@ def search_server(
     *,
     corpus: Annotated[Path, typer.Option(help="JSON lines with id, title and text (or Search-R1's id and contents).")],
     index: Annotated[
-        Path | None, typer.Option(help="Folder of the index; default: beside CORPUS, .index or .dense.")
+        Path | None, typer.Option(help="Folder of the index; default: next to CORPUS, .index or .dense.")
     ] = None,
     dense: Annotated[
         str | None, typer.Option(help="Rank by the vectors of this sentence-transformers model instead of BM25.")

@@ -55,7 +55,7 @@ def show_progress(text: str) -> None:
 
 
 def folder_of_run(run: str, runs_dir: Path) -> Path:
-    """Raises `ConfigError` if there is no such run."""
+    """Raises `ConfigError` if the run does not exist."""
     root = Path(run) if Path(run).is_dir() else runs_dir / run
     if not root.is_dir():
         raise ConfigError(no_such_run(root.parent, root.name))

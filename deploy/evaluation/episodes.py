@@ -61,7 +61,7 @@ def task_of(part: Part, row: int, sample: int, data: DatasetRow, temperature: fl
 
 
 def result_of(trajectory: Trajectory, rows: Sequence[DatasetRow]) -> EpisodeResult | None:
-    """None where it carries no reward. Raises `DataError` where a row's full reward is no number."""
+    """None if it carries no reward. Raises `DataError` if a row's full reward is not a number."""
     if trajectory.reward is None:
         return None
     row, sample = (int(word) for word in trajectory.task_id.split("/")[-2:])

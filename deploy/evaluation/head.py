@@ -50,7 +50,7 @@ from penstock.transfer_queue import QueueError, QueueUnavailable, TransferQueue
 POLL_S = 0.25
 WATCH_S = 1.0
 LINE_S = 5.0
-"""Between two lines where standard error is no terminal."""
+"""Between two lines if standard error is not a terminal."""
 logger = logging.getLogger("penstock.eval")
 
 
@@ -208,7 +208,7 @@ class Collector:
                 await self._submit(part)
                 out[part.split] = part
             await asyncio.sleep(POLL_S)
-            with contextlib.suppress(QueueUnavailable):  # the watchdog says so where it lasts
+            with contextlib.suppress(QueueUnavailable):  # the watchdog says so if it lasts
                 await self._look(out)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ right one.
 
 **Intervals** are percentiles of the mean over tasks drawn with replacement, all samples of a task together (Efron &
 Tibshirani 1993, "An Introduction to the Bootstrap", chapter 13): samples of one task are not independent. Where all
-tasks have the same value there is nothing to resample; where that is 0 or 1, Wilson's score interval of as many trials
+tasks have the same value there is nothing to resample; if that is 0 or 1, Wilson's score interval of as many trials
 stands there instead (Wilson 1927, "Probable Inference, the Law of Succession, and Statistical Inference").
 """
 

@@ -113,7 +113,7 @@ def resolve_target(request: EvalRequest) -> EvalPlan:
 
 def _for_evaluation(config: RunConfig, name: str, url: str | None) -> RunConfig:
     """The limits of a queue without training; a server and workers here. Raises `ConfigError`."""
-    rollout: dict[str, Any] = {"evaluation_server": False, "port": 0}  # beside a living run of the recipe
+    rollout: dict[str, Any] = {"evaluation_server": False, "port": 0}  # next to a living run of the recipe
     if url is not None:
         rollout |= {"engine": "served", "url": url, "servers": 1}
     elif not config.rollout.servers:

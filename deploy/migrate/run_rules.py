@@ -160,7 +160,7 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
     if samples is None:
         samples = trains = max(1, trains // 2)
         verl.note(
-            f"colocated in verl; here {trains} GPUs train and {samples} sample (penstock simulate tells a better split)"
+            f"colocated in verl; here {trains} GPUs train and {samples} sample (penstock simulate shows a better split)"
         )
     yield "trainer.ranks", trains
     yield "rollout.servers", max(1, samples // per_server)

@@ -1,7 +1,7 @@
 """Reads the settings of another framework as dotted keys: a YAML file or a shell script, and overrides.
 
 In a YAML file OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}`` are followed. A script is read, never run: its
-words of the form ``a.b=value`` count, with variables and sums (``$((a * 2))``) of its own put in.
+words of the form ``a.b=value`` count, with variables and sums (``$((a * 2))``) of the script put in.
 """
 
 from __future__ import annotations

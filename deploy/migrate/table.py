@@ -62,7 +62,7 @@ class Table(BaseModel):
         return key in self.known or any(name.theirs == key for name in self.names)
 
     def default(self, key: str) -> Any:
-        """The framework's default for `key`; None where it has none."""
+        """The framework's default for `key`; None if it has none."""
         entry = self.find(key)
         return None if entry is None or entry.default == ABSENT else entry.default
 

@@ -100,7 +100,7 @@ SAMPLE: Mapping[str, Any] = {
     "final_text": ANSWER,
     "segments": [ANSWER],
 }
-"""What a worker tells a reward beside the row."""
+"""Facts that a worker passes to a reward in addition to the row."""
 
 
 def check_reward(config: RunConfig) -> Check | None:
@@ -156,7 +156,7 @@ async def _score(config: RunConfig, row: DatasetRow) -> float:
 
 @contextlib.asynccontextmanager
 async def _sandbox(config: RunConfig) -> AsyncIterator[Sandbox | None]:
-    """The run's, where its rewards may need one and one can be made; `check_sandbox` says where it cannot."""
+    """The run's, where its rewards may need one and one can be made; `check_sandbox` says if it cannot."""
     from penstock.agent_loops.rewards import may_need_sandbox
     from penstock.sandbox import SandboxError
 
@@ -265,7 +265,7 @@ def check_prompts(config: RunConfig) -> Check | None:
     return Check(
         "prompts",
         lengths[longest] <= room,
-        f"the longest of {len(lengths)}, row {longest + 1}, has {lengths[longest]} tokens; {room} fit beside an answer",
+        f"the longest of {len(lengths)}, row {longest + 1}, has {lengths[longest]} tokens; {room} fit with an answer",
         f"set rollout.max_model_len to {lengths[longest] + response} or more, lower {_bound(config, response)},"
         " or leave long rows out of the data",
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Check:
-    """One finding. `fix` says what to do where it is not ok, or where it is but `warns`."""
+    """One finding. `fix` says what to do if it is not ok, or if it only `warns`."""
 
     name: str
     ok: bool
@@ -58,7 +58,7 @@ def available_bytes() -> int:
 
 
 def _number(file: Path) -> int:
-    """0 where there is no file, or no limit in it."""
+    """0 if the file is missing or has no limit."""
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text())
     return 0

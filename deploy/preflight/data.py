@@ -21,7 +21,7 @@ BLIND = {"sglang"}
 
 
 def data_sources(config: RunConfig) -> set[str]:
-    """Every data_source of the training data; none where it is generated for the run, or is no dataset."""
+    """Every data_source of the training data; none if it is generated for the run, or is not a dataset."""
     from penstock.trainer import DataError, load_rows
 
     if is_generated(config.data.train):
@@ -70,7 +70,7 @@ def check_data(config: RunConfig) -> Check:
         except (DataError, BadSpec) as error:
             return Check("data", False, spec, str(error))
         if config.rollout.engine in BLIND and any(row.has_images for row in rows):
-            detail = f"{spec} has images, of which rollout.engine={config.rollout.engine} makes pixels of its own"
+            detail = f"{spec} has images, of which rollout.engine={config.rollout.engine} makes its own pixels"
             return Check("data", False, detail, "set rollout.engine=vllm or hf, see docs/guide/vision.md")
         counts.append(f"{len(rows)} rows in {spec}")
     return Check("data", True, "; ".join(counts) or "generated for the run")

@@ -31,7 +31,7 @@ def check_room(config: RunConfig) -> Check | None:
     if shape is None:
         return None
     checkpoint = checkpoint_bytes(config, shape)
-    count = config.trainer.keep_checkpoints + 1  # the one that is written beside those that stay
+    count = config.trainer.keep_checkpoints + 1  # the one that is written next to those that stay
     on_disk = config.rollout.weight_transport == "disk"
     parts = {
         f"{count} checkpoints of {human(checkpoint)}": count * checkpoint,

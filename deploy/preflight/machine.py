@@ -83,7 +83,7 @@ def trainer_nodes() -> int:
 
 
 def check_devices(config: RunConfig) -> Check | None:
-    """What computes on GPUs alone, on a machine without one. None where there is one, or nothing needs it.
+    """The parts that need a GPU, on a machine without one. None if there is a GPU, or nothing needs one.
 
     Not counted, because CPUs have them too: bfloat16, tensor parallelism, ``gpu_memory_utilization`` (of the host's
     memory in vLLM's CPU build), a broadcast's transport `nccl`, which falls back to gloo.

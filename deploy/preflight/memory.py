@@ -47,7 +47,7 @@ WORKER_PROCESS = 300 << 20
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> float:
-    """Weights and two moments in float32, of the matrices that learn, and of the critic where there is one."""
+    """Weights and two moments in float32, of the matrices that learn, and of the critic if there is one."""
     return (1 + needs_critic(config)) * 3 * MASTER * learning_parameters(shape, config.trainer)
 
 
@@ -119,7 +119,7 @@ def _states_on_host(rank: dict[str, float], config: RunConfig) -> float:
 
 
 def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
-    """Bytes of the host's memory by part of the run; where there are GPUs, what stays on the host beside them."""
+    """Bytes of the host's memory by part of the run; with GPUs, the bytes that stay on the host."""
     trainer, rollout = config.trainer, config.rollout
     on_gpu = has_gpu()
     rank, placement = rank_bytes(shape, config), config.placement

@@ -7,7 +7,7 @@ They refuse no run: the sums (`memory`) are estimates.
 
 An engine claims a share of the whole device (vLLM's ``gpu_memory_utilization``, SGLang's ``mem_fraction_static``), and
 its weights and the KV cache of one request must fit into that. Which device has what is as in `plan`: ranks get the
-first, servers the ones that follow, from the first again where there are too few.
+first, servers the ones that follow, from the first again if there are too few.
 
 A recipe declares its GPUs in the comment that it begins with: ``8 GPUs of 80 GB``, or ``one GPU of 80 GB``. The sizes
 of its model are those of the files that it names, else of the config.json in the hub's cache, or of one that ships.
@@ -88,7 +88,7 @@ def _in_flight(config: RunConfig) -> Check:
     detail = f"episodes in flight hold up to {human(needed)}, transfer_queue.max_bytes is {human(most)}"
     if needed <= most:
         return Check("staleness in flight", True, detail)
-    fix = f"set transfer_queue.max_bytes={int(needed * 1.2)}, or lower max_staleness: admission stops where it is full"
+    fix = f"set transfer_queue.max_bytes={int(needed * 1.2)}, or lower max_staleness: admission stops if it is full"
     return warning("staleness in flight", detail, fix)
 
 
@@ -163,7 +163,7 @@ def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float
             devices.append({**on_it, ENGINES: (awake + sleepers) * claim})
 
     def fullness(parts: Mapping[str, float]) -> float:
-        """Sorts devices. That an engine fills its share of a device of its own says little."""
+        """Sorts devices. An engine always fills its share of a separate device, so that says little."""
         share = sum(parts.values()) / limit_of(parts, gpus)
         return share if share > 1 or not parts.keys() <= OF_ENGINES else 0.0
 
@@ -186,7 +186,7 @@ def _claim(config: RunConfig) -> float:
         return float(settings.get(name) or usual)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{_claim_key(config)}: {settings[name]!r} is no share of a device, such as {usual}"
+            f"{_claim_key(config)}: {settings[name]!r} is not a share of a device, such as {usual}"
         ) from None
 
 
@@ -240,7 +240,7 @@ def _keys_of(part: str, trainer: TrainerConfig) -> str:
 # recipes below a folder ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class RecipeMemory:
-    """One recipe's sum beside the limit of the GPUs that its header declares."""
+    """One recipe's sum and the limit of the GPUs that its header declares."""
 
     recipe: str
     """Relative to the folder."""
@@ -274,7 +274,7 @@ def declared_gpus(recipe: Path) -> Gpus | None:
 def check_recipes(folder: Path, described: Path | None = None) -> Iterator[RecipeMemory]:
     """Every YAML below `folder` that names a model.
 
-    `described`: a config.json, or its folder, whose sizes count for every model. Raises `ConfigError` where there is no
+    `described`: a config.json, or its folder, whose sizes count for every model. Raises `ConfigError` if there is no
     recipe, and where `described` names no sizes.
     """
     files = sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")])
@@ -293,7 +293,7 @@ def _described_sizes(described: Path) -> tuple[ModelShape, str]:
 
 
 def _is_recipe(file: Path) -> bool:
-    """What is no YAML may be one: reading it says what is wrong."""
+    """Invalid YAML counts as a recipe: reading it reports the error."""
     try:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
@@ -302,7 +302,7 @@ def _is_recipe(file: Path) -> bool:
 
 
 def _checked(file: Path, name: str, sizes: tuple[ModelShape, str] | None) -> RecipeMemory:
-    """A recipe that cannot be read, or is no UTF-8, is one finding among the others'."""
+    """A recipe that cannot be read, or is not UTF-8, is one finding among the others'."""
     try:
         return _summed(file, name, load_config(file), sizes)
     except (ConfigError, UnicodeDecodeError) as error:

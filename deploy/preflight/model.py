@@ -46,7 +46,7 @@ class WeightFiles:
 
 
 def read_weights(folder: Path) -> WeightFiles | None:
-    """None where there is no such file. Raises `BadModelFiles` for a shard that is missing, cut short or no weights."""
+    """None if the file does not exist. Raises `BadModelFiles` for a shard that is missing, cut short or no weights."""
     files = _shards(folder)
     if not files:
         return None
@@ -92,7 +92,7 @@ def _read_header(file: Path) -> dict[str, Any]:
             )
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > min(size, MOST_HEADER_BYTES):
-            raise BadModelFiles(f"{file.name} is no .safetensors file, or cut short: {size} bytes")
+            raise BadModelFiles(f"{file.name} is not a .safetensors file, or cut short: {size} bytes")
         opened.seek(8)
         header = _parsed(file, opened.read(length))
     end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)

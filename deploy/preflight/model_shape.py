@@ -112,7 +112,7 @@ def _mlps(declared: Mapping[str, Any], layer: int) -> Iterator[tuple[str, int]]:
 
 
 def model_shape(config: RunConfig) -> ModelShape | None:
-    """None where there is nothing to reckon with; what is wrong with the folder `check_model` says."""
+    """None if sizes are unknown. `check_model` reports what is wrong with the folder."""
     folder = Path(config.model)
     if not folder.is_dir():
         return None

@@ -182,7 +182,7 @@ class _Learning(NamedTuple):
 
 def _learning(shape: ModelShape, trainer: TrainerConfig) -> _Learning:
     tensor = trainer.parallel.tensor
-    if trainer.engine == "megatron":  # it adds them up where they are reduced; the output layer's is made apart
+    if trainer.engine == "megatron":  # it adds them up in its reduce buffers; the output layer's is made apart
         return _Learning(0, 0, shape.head / tensor)
     if trainer.lora.rank:
         return _Learning(shape.lora * trainer.lora.rank / shape.layers / tensor, 0, 0)
@@ -200,7 +200,7 @@ def _layers_on_device(shape: ModelShape, trainer: TrainerConfig, done: int = 0) 
 
 
 def _gathered(shape: ModelShape, trainer: TrainerConfig, layers: int, done: int = 0) -> float:
-    """Weights as the arithmetic takes them, of so many `layers` at a time. One shard is copied too, whatever its dtype,
+    """Weights as the arithmetic takes them, of `layers` layers at a time. One shard is copied too, whatever its dtype,
     and a layer's copy is given back after its backward."""
     if trainer.engine == "megatron":
         return 0

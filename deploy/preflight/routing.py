@@ -17,7 +17,7 @@ REPLAYING = ("fsdp", "megatron")
 
 
 def check_routing_replay(config: RunConfig) -> Check | None:
-    """Only where it is asked for."""
+    """Only if it is enabled."""
     if not config.rollout.routing_replay:
         return None
     for wrong, detail, fix in _obstacles(config):

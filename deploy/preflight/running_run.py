@@ -104,7 +104,7 @@ def _judged(name: str, server: ServerInfo, health: Mapping[str, Any], pulled: Ch
         bool(health.get("ok")),
         f"{server.url}: version {health.get('version')}, {health.get('in_flight')} in flight"
         + ("" if health.get("ok") else f"; it takes no requests: {health.get('cause')}"),
-        "see its log and the engine's beside it; it comes back by itself where it is still starting",
+        "see its log and the engine's next to it; it comes back by itself if it is still starting",
     )
     line = str(health.get("queue", "it does not say"))
     fix = "let its machine reach Redis, and give it the login of the role rollout"
@@ -151,12 +151,12 @@ async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list
 def _unreached(server: ServerInfo, link: RunConnection) -> str:
     host = urlsplit(server.url).hostname
     if is_loopback(host) and not is_loopback(urlsplit(link.url).hostname):
-        return "it announced a loopback address: set rollout.host=0.0.0.0 (or `penstock rollout --host`) where it runs"
+        return "it announced a loopback address: set rollout.host=0.0.0.0 (or `penstock rollout --host`) on its machine"
     return "let this machine resolve its name and reach its port, or start it with --host ADDRESS and a fixed --port"
 
 
 def _body(answer: httpx.Response) -> dict[str, Any]:
-    """Empty where the answer is no JSON object: something else listens there."""
+    """Empty if the answer is not a JSON object: something else listens there."""
     try:
         body = answer.json()
     except ValueError:

@@ -147,7 +147,7 @@ OF_THIS_MACHINE: frozenset[Asked] = frozenset(
 )
 """They say nothing about a run whose roles are elsewhere."""
 BESIDE: frozenset[Asked] = frozenset((check_sandbox,))
-"""They mostly wait for child processes, so they run in a thread from the start, beside the checks before them."""
+"""They mostly wait for child processes, so they run in a thread from the start, parallel to other checks."""
 
 
 def run_checks(config: RunConfig, *, here: bool = True) -> Iterator[Check]:

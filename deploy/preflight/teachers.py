@@ -73,7 +73,7 @@ def _check_teacher(config: RunConfig, pattern: str, teacher: TeacherConfig) -> C
     name = f"{NAME}.{pattern}"
     if not Path(config.model).is_dir():
         return warning(
-            name, f"{teacher.url}: not asked, {config.model} is no folder here", "it is asked when tokens come"
+            name, f"{teacher.url}: not asked, {config.model} is not a folder here", "it is asked when tokens come"
         )
     try:
         tokenizer = chat_of(config.model, config.agent).tokenizer

@@ -32,7 +32,7 @@ print(json.dumps([torch.get("__version__", ""), torch.get("cuda") or "", nccl]))
 
 
 class TorchBuild(NamedTuple):
-    """The torch of one environment; its fields are empty where it has none."""
+    """The torch of one environment; its fields are empty if it has none."""
 
     torch: str
     cuda: str

@@ -75,7 +75,7 @@ def _unfit(config: RunConfig) -> Iterator[tuple[str, str]]:
             "set rollout.weight_transport=shm: both sides are on this machine",
         )
     if rollout.engine == "served":
-        yield "rollout.engine=served is a server of its own, which does not sleep", "rollout.engine=hf, vllm or sglang"
+        yield "rollout.engine=served is a separate server, which does not sleep", "rollout.engine=hf, vllm or sglang"
     if config.placement.colocated and not rollout.servers:
         yield (
             "rollout.servers=0: no engine of this run is on the devices",

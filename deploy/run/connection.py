@@ -259,7 +259,7 @@ _START_BACKOFF = Backoff(0.5, 10.0)
 async def keep_alive(server: RedisServer) -> None:
     """Redis killed from outside comes back with its append-only file; clients retry meanwhile.
 
-    Raises `RedisLost` where it does not come up again, or dies again and again.
+    Raises `RedisLost` if it does not come up again, or dies again and again.
     """
     budget = RestartBudget(RESTARTS, RESTARTS_WITHIN_S)
     while True:

@@ -172,7 +172,7 @@ async def _run_roles(
     keepers: Sequence[asyncio.Task[None]],
     summary: str,
 ) -> None:
-    """`keepers` end where this head has lost the run, or its redis-server. `summary`: what the run continues from."""
+    """`keepers` end if this head has lost the run, or its redis-server. `summary`: what the run continues from."""
     lives = LivesFile(run.lives)
     supervisor = Supervisor(
         lambda role: placement.place(role, run), lambda kind, number: ADDED[kind](config, link, number)
@@ -284,7 +284,7 @@ DATA_ORDER = ("seed", "data.train", "data.shuffle")
 
 
 def changed_settings(before: Path, config: RunConfig) -> list[str]:
-    """``KEY: OLD → NEW`` of each setting in which the file `before` differs; a moved folder of runs is no change."""
+    """``KEY: OLD → NEW`` of each setting in which the file `before` differs; a moved folder of runs is not a change."""
     if not before.exists():
         return []
     old, new = (_leaves(yaml.safe_load(text)) for text in (before.read_text(), dump_config(config)))
@@ -304,7 +304,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def describe_found(record: RunRecord | None, status: Status, identity: RunIdentity, changes: Sequence[str] = ()) -> str:
     """Describe the run that `--resume` continues, in one line. `changes`: see `changed_settings`."""
     if record is None:
-        return f"run {identity.run_id}: it is new in this queue; it continues from a checkpoint where there is one"
+        return f"run {identity.run_id}: it is new in this queue; it continues from a checkpoint if there is one"
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - record.age_s))
     line = (
         f"run {identity.run_id}, begun {since}: version {status.version}, {status.committed_step} steps in checkpoints,"

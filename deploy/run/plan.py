@@ -41,14 +41,14 @@ SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 @dataclass(frozen=True)
 class Role:
-    """One process of a run, before it is known where it runs."""
+    """One process of a run, before its machine is known."""
 
     name: str
     kind: Kind
     words: tuple[str, ...]
     """Words of the `penstock` command line; never secrets."""
     env: Mapping[str, str] = field(repr=False)
-    """Added to the environment of the machine where it runs; this role's secrets are here."""
+    """Added to the environment of its machine; this role's secrets are here."""
     max_restarts: int
     stop_grace_s: float = 15.0
     number: int | None = None
@@ -202,7 +202,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def smallest_gpu_bytes() -> int | None:
-    """Memory of the smallest GPU of this machine; None where there is none, or the driver does not say."""
+    """Memory of the smallest GPU of this machine; None if there is none, or the driver does not say."""
     try:
         sizes = _ask_driver("memory.total") if has_gpu() else ()
     except (OSError, subprocess.SubprocessError):
@@ -220,7 +220,7 @@ def _ask_driver(what: str) -> tuple[str, ...]:
 def gpus_of(role: Role, config: RunConfig, gpus: Sequence[str]) -> tuple[str, ...] | None:
     """The role's own of `gpus`. None: it is left with what its environment says, as agent workers and the page are.
 
-    Where there are too few, servers begin again with the first: they share devices (`penstock doctor` warns of it).
+    If there are too few, servers begin again with the first: they share devices (`penstock doctor` warns of it).
     """
     if not gpus or (role.kind == "rollout" and not gpus_of_server(config.rollout)):
         return None

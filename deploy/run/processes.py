@@ -63,7 +63,7 @@ class RestartBudget:
         self._spent: deque[float] = deque()
 
     def spend(self) -> bool:
-        """Counts a restart. False where it is one too many."""
+        """Counts a restart. Returns False if it is one too many."""
         now = self._clock()
         self._spent.append(now)
         while self._spent[0] <= now - self.window_s:

@@ -75,7 +75,7 @@ class Placement(Protocol):
     def place(self, role: Role, run: RunDir) -> SupervisedRole: ...
 
     def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
-        """Work beside the run; cancelled at its end. An error of theirs ends the run."""
+        """Work next to the run; cancelled at its end. An error of theirs ends the run."""
         ...
 
 
@@ -101,7 +101,7 @@ class LocalPlacement:
         return RoleProcess(role.spec(run.logs))
 
     def _order_of_loads(self, role: Role, own: Sequence[str]) -> dict[str, str]:
-        """Variables: the trainer, which is placed last, loads after the servers that have a GPU of its own."""
+        """Variables: the trainer, which is placed last, loads after the servers that have a separate GPU."""
         if self._in_turns:
             return {}
         if role.kind == "rollout":
@@ -223,7 +223,7 @@ class StalledRun(Exception):
 
 
 class VersionRefused(Exception):
-    """No rollout server can load the newest version: what they sample grows older until the run stands still."""
+    """No rollout server can load the newest version: what they sample grows older until the run stops."""
 
     def __init__(self, version: int, servers: Sequence[ServerInfo]) -> None:
         names, reason = ", ".join(server.server_id for server in servers), servers[0].refusal

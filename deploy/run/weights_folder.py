@@ -62,7 +62,7 @@ def local_weights_prefix(config: RunConfig) -> Path:
 def weights_entered(config: RunConfig, token: str) -> Iterator[Path]:
     """The run's folder in this machine's shared memory, which this user alone may enter, held until the end.
 
-    What killed runs left beside it is removed first; the folder itself goes at the end if it is empty and has no
+    What killed runs left next to it is removed first; the folder itself goes at the end if it is empty and has no
     other holder. Raises `NotPrivate` where something else has its name.
     """
     for leftover in remove_abandoned():

@@ -41,7 +41,7 @@ from penstock.trainer import DataError, steps_of
 SUFFIX = "-sft"
 REPORT_S = 0.5
 LINE_S = 2.0
-"""Between two lines where standard error is no terminal."""
+"""Between two lines if standard error is not a terminal."""
 
 
 def fine_tune_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool) -> int:
@@ -105,7 +105,7 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
 
 
 def _check_out(config: RunConfig, *, resume: bool) -> None:
-    """The new model takes the place of what is at `sft.out`. Raises `ConfigError` where that is anything else than the
+    """The new model takes the place of what is at `sft.out`. Raises `ConfigError` if that is anything else than the
     model of an earlier life of this run."""
     if config.sft.out is None or not os.path.lexists(config.sft.out):
         return

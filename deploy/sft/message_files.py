@@ -29,7 +29,7 @@ class MessageRow:
 
 
 def read_rows(path: Path) -> Iterator[MessageRow | BadDemonstration]:
-    """Rows in order; for one that is no conversation, the error that names it. Raises `ConfigError` for the file."""
+    """Rows in order; for one that is not a conversation, the error that names it. Raises `ConfigError` for the file."""
     if not path.is_file():
         raise ConfigError(f"sft: {path}: no such file; relative paths are searched from the current directory")
     readers = {".parquet": _parquet, ".jsonl": _json_lines, ".ndjson": _json_lines}

@@ -75,7 +75,7 @@ class Findings:
 
 
 def prepare(config: RunConfig, folder: Path) -> PreparedData:
-    """The files in `folder`, made where they are not there. Raises `ConfigError`, `BadDemonstration`, `AgentError`,
+    """The files in `folder`, made if they are not there. Raises `ConfigError`, `BadDemonstration`, `AgentError`,
     `SandboxError`, `DataError`."""
     about, digest = folder / "about.json", _digest(config)
     if about.exists():

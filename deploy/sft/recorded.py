@@ -129,7 +129,7 @@ def _segment(part: Mapping[str, Any], chat: ChatTokens) -> Segment | None:
 
 
 def _ids(ids: list[int], text: Any, chat: ChatTokens) -> np.ndarray:
-    """Raises `BadDemonstration` where this tokenizer reads them otherwise."""
+    """Raises `BadDemonstration` if this tokenizer reads them otherwise."""
     known = isinstance(text, str) and max(ids, default=0) < len(chat.tokenizer)
     read = chat.decode(ids) if known else ids
     if read != text:

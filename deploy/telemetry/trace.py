@@ -94,7 +94,7 @@ Line = Mapping[str, Any]
 
 
 class NothingToDraw(Exception):
-    """The folder is no run's, or the run left nothing of those steps; the message says which."""
+    """The folder does not belong to a run, or the run left nothing of those steps; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def collect(root: Path, updates: Sequence[Line], steps: StepRange) -> list[Trace
     """The trainer first. `updates`: weight updates as plain data. Raises `NothingToDraw`."""
     if not (root / TIMELINE_FILE).exists():
         raise NothingToDraw(
-            f"{root} has no {TIMELINE_FILE}: it is no run's folder, or no step of the run has ended yet"
+            f"{root} has no {TIMELINE_FILE}: it is not the folder of a run, or no step of the run has ended yet"
         )
     lines = read_jsonl(root / TIMELINE_FILE, broken="skip")
     processes = [

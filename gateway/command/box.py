@@ -1,4 +1,4 @@
-"""The box of a program: where it works, what is put into it, how it runs, what is read out of it."""
+"""The box of a program: its folder, the files put into it, how it runs, and what is read back."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ProgramBox:
 
     @classmethod
     async def open(cls, session: ServedSession, folder: str, variables: Mapping[str, str]) -> ProgramBox:
-        """`folder`: where the program starts, made where it is missing. Raises `SandboxError`, `InfraFailure`."""
+        """`folder`: where the program starts, made if it is missing. Raises `SandboxError`, `InfraFailure`."""
         state = posixpath.dirname(await _make_folder(session, f"{STATE}/home"))
         return cls(session, await _make_folder(session, folder or posixpath.join(state, "work")), state, variables)
 

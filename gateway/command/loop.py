@@ -3,7 +3,7 @@
     box ─► files, endpoint ─► program ──API──► CommandSession ─► journal, segments
                                   └─► end: status, output, files ─► outcome ─► the task's reward
 
-The box has no network: the program reaches the API of its own episode by a port of the box's loopback, which the
+The box has no network: the program reaches the API of its episode by a port of the box's loopback, which the
 sandbox's driver carries to this process. docs/extend/loop.md has the outcomes.
 """
 
@@ -72,14 +72,14 @@ class CommandLoop(RecordedLoop):
 
     # the box -------------------------------------------------------------------------------------------------------
     async def _open_box(self, task: Task, settings: CommandSettings) -> ProgramBox:
-        """Open the box of the recipe's tools, so that they grade the files in it; else a box of its own."""
+        """Open the box of the recipe's tools, so that they grade the files in it; else a separate box."""
         shared = await self.tools.episode_box()
         if shared is not None:
             session, folder, variables = await shared.session(), shared.folder, shared.variables
             self._task_ends_at = time.monotonic() + shared.seconds_left
         else:
             if self.sandbox is None:
-                raise InfraFailure("sandbox", "the loop `command` runs its program in a box, and there is no sandbox")
+                raise InfraFailure("sandbox", "the loop `command` runs its program in a box, and the run has none")
             image = settings.image or task.extra_info.get("sandbox_image") or None
             session = self._own_session = await self.sandbox.start(task.task_id, image=image)
             folder, variables = "", {}

@@ -42,7 +42,7 @@ class CommandSession(GatewaySession):
         self.stop = asyncio.Event()
         """Set where the program is to end now."""
         self.cause = ""
-        """Why; empty where it was not asked to end."""
+        """Why; empty if it was not asked to end."""
         self.diverged = False
         """The second run of the program asks for something else than the first one."""
         self.failure: InfraFailure | None = None
@@ -56,7 +56,7 @@ class CommandSession(GatewaySession):
         self.requests = 0
         """Number of requests of any kind."""
         self.closing = False
-        """The program has ended: what is cancelled now is no failure."""
+        """The program has ended: what is cancelled now is not a failure."""
         self._beyond_budget = 0
 
     async def answer(self, request: CompletionRequest, *, retried: bool = False) -> PendingAnswer:
@@ -166,7 +166,7 @@ class EpisodeEndpoint:
 
 
 _ASKED: ContextVar[EpisodeEndpoint] = ContextVar("asked")
-"""Whose request this task answers: each request has a task of its own."""
+"""Whose request this task answers: each request has a separate task."""
 
 
 @functools.cache
@@ -182,7 +182,7 @@ def client_app() -> FastAPI:
 
 
 class _RefusalRecorder:
-    """`send` that tells the session why a posted request was refused, by whatever layer."""
+    """`send` that records in the session why a posted request was refused, by whatever layer."""
 
     def __init__(self, scope: Scope, send: Send, session: CommandSession) -> None:
         self._send, self._session = send, session

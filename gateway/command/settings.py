@@ -29,14 +29,14 @@ class CommandSettings(BaseModel):
         description="The program: a list of arguments, or a line for `sh`, in which placeholders are quoted."
     )
     environment: dict[str, str] = Field(
-        default_factory=dict, description="Variables beside the endpoint's own; an empty one takes such a one away."
+        default_factory=dict, description="Variables in addition to the endpoint's own; an empty value removes one."
     )
     files: dict[str, str] = Field(
         default_factory=dict, description="Files written before the start: path (`~/…`, or in its folder) → text."
     )
     stdin: str = Field("", description="Text on its standard input.")
     folder: str = Field(
-        "", description="Where it starts. Empty: the repository of the recipe's `swe` tools, else an empty folder."
+        "", description="Its folder. Empty: the repository of the recipe's `swe` tools, else an empty folder."
     )
     image: str | None = Field(None, description="Image of the box. Unset: the row's `sandbox_image`, else the default.")
     collect: list[str] = Field(
@@ -82,7 +82,7 @@ class Placeholders:
                 if code:
                     return match[0]
                 raise InfraFailure(
-                    "loop", f"agent.settings.{where}: {{{name}}} is no placeholder{nearest(name, self._values)}"
+                    "loop", f"agent.settings.{where}: {{{name}}} is not a placeholder{nearest(name, self._values)}"
                 )
             return shlex.quote(self._values[name]) if quoted else self._values[name]
 
@@ -113,11 +113,11 @@ def files_of(task: Task) -> dict[str, bytes]:
         try:
             column = json.loads(column)
         except ValueError as error:
-            raise InfraFailure("task", f"column {FILES} of {task.task_id} is no JSON: {error}") from error
+            raise InfraFailure("task", f"column {FILES} of {task.task_id} is not valid JSON: {error}") from error
     if not isinstance(column, Mapping):
         raise InfraFailure("task", f"column {FILES} of {task.task_id} must map paths to texts")
     files = {str(path): content for path, content in column.items() if content is not None}
     for path, content in files.items():
         if not isinstance(content, str | bytes):
-            raise InfraFailure("task", f"column {FILES} of {task.task_id}: {path} is no text")
+            raise InfraFailure("task", f"column {FILES} of {task.task_id}: {path} is not a text")
     return {path: content if isinstance(content, bytes) else content.encode() for path, content in files.items()}

@@ -49,7 +49,7 @@ def _calls_of(message: Mapping[str, Any]) -> list[str]:
 
 def _check_called(call_id: str, called: set[str], field: str, where: str) -> None:
     if call_id not in called:
-        raise InvalidRequest(field, f"is a result for {call_id!r}, which is no call {where}", "invalid_value")
+        raise InvalidRequest(field, f"is a result for {call_id!r}, which is not a call {where}", "invalid_value")
 
 
 def _check_answered(open_calls: set[str], field: str) -> None:

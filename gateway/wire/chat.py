@@ -181,7 +181,7 @@ class ChatBody(ChoicesBody):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Not OpenAI's; refused where they are not the run's agent.template_settings."
+        None, description="Not OpenAI's; refused if they are not the run's agent.template_settings."
     )
 
 

@@ -109,7 +109,7 @@ class CompletionStream(ChoicesStream):
         self._tokens: list[list[SampledToken]] = [[] for _ in range(request.n)]
 
     def start(self) -> bytes:
-        """The prompt of each choice, where it is repeated."""
+        """The prompt of each choice, if it is repeated."""
         if not self._head.echoed:
             return b""
         return b"".join(self._event(_choice(index, self._head.echoed, None, None)) for index in range(self._request.n))

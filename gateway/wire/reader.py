@@ -1,4 +1,4 @@
-"""One answer, read as its ids come: where it ends, which text can be shown, and the finished `Choice`.
+"""One answer, read as its ids come: its end, the text that can be shown, and the finished `Choice`.
 
     ids ──TextStream──► text ──stop strings, calls──► TextDelta (safe to show)   … finish ──► Choice
 

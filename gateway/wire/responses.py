@@ -231,7 +231,7 @@ def _messages(request: ResponseBody, images: bool) -> tuple[dict[str, Any], ...]
         return ({"role": "user", "content": request.input},)
     messages = plain_items(request.input, images=images)
     if not messages and request.previous_response_id is None:
-        raise InvalidRequest("input", "there is no message in it", "invalid_value")
+        raise InvalidRequest("input", "it has no messages", "invalid_value")
     return messages
 
 
@@ -266,7 +266,7 @@ def opening_body(request: CompletionRequest, head: AnswerHead, status: str = "in
 
 
 def output_items(head: AnswerHead, choice: Choice) -> list[dict[str, Any]]:
-    """A message, left out where there are calls and no text, then the calls."""
+    """A message, left out if there are calls and no text, then the calls."""
     status = "incomplete" if choice.finish_reason == "length" else "completed"
     message = [message_item(head, [output_text(choice.content, choice.tokens)], status)]
     shown = message if choice.content or not choice.calls else []

@@ -172,7 +172,7 @@ PENALTIES: dict[str, UnsupportedField] = {
     "repetition_penalty": UnsupportedField(OTHER_DISTRIBUTION, (1,)),
     "min_p": UnsupportedField(f"{OTHER_DISTRIBUTION}; temperature, top_p and top_k are supported", (0,)),
 }
-"""OpenAI's, and those that clients of vLLM and SGLang send beside them."""
+"""OpenAI's, and those that clients of vLLM and SGLang send in addition to them."""
 
 
 class StreamOptions(WireModel):

@@ -1,4 +1,4 @@
-"""A model's thinking as a block of its own, and back to the text that it was.
+"""A model's thinking as a separate block, and back to the text that it was.
 
     <think>\\nhm\\n</think>\\n\\nyes  ──BlockSplitter──►  thinking "hm" · text "yes" · signature (opening, closing)
     thinking "hm" + signature + text "yes"  ──text_before──►  <think>\\nhm\\n</think>\\n\\nyes
@@ -50,7 +50,7 @@ class BlockSplitter:
         """`inside`: the prompt opened the thinking, so that the answer begins with it."""
         self.opening, self.closing = "", ""
         self._pending_text = ""
-        """Text that may belong to a mark, or to the space beside one."""
+        """Text that may belong to a mark, or to the space next to one."""
         self._stage: Stage = "gap" if inside else "opening"
 
     @property

@@ -83,7 +83,7 @@ class SampledToken:
     """One sampled token as clients see it."""
 
     text: str
-    """Its text; ``bytes:\\xf0\\x9f`` where it is a part of a character."""
+    """Its text; ``bytes:\\xf0\\x9f`` for a part of a character."""
     raw: bytes
     """UTF-8; joined over an answer these are its text, special tokens included."""
     logprob: float
@@ -101,7 +101,7 @@ class Choice:
     text: str
     """Decoded, without the closing id, before the stop string; calls as the model wrote them."""
     content: str
-    """All of `text` where there are no calls, otherwise the text around them."""
+    """All of `text` if there are no calls, otherwise the text around them."""
     calls: tuple[ToolCall, ...] = ()
     """Well-formed ones, with ids that are stable for this answer."""
     finish_reason: Finish = "stop"

@@ -115,7 +115,7 @@ def write_turn(model: Any, tokenizer: Any, episodes: list[ProbeEpisode], tempera
 
 
 def answer_call(tokenizer: Any, episode: ProbeEpisode) -> bool:
-    """Append the tool's answer where the turn was a call; False where it was not."""
+    """Append the tool's answer where the turn was a call; False if it was not."""
     episode.called = "<tool_call>" in episode.text
     call = CALL.fullmatch(episode.text)
     code = CODE.fullmatch(parse_code(call.group(1))) if call else None

@@ -20,9 +20,9 @@ def compute_score(
 ) -> float:
     """1.0 where the answer is within 1e-4 + 1e-6 x |truth| of `ground_truth`, else 0.0.
 
-    The answer is the last number of the model's last turn: `extra_info["final_text"]` where it is given, otherwise
+    The answer is the last number of the model's last turn: `extra_info["final_text"]` if it is given, otherwise
     what follows the last tool response in `solution_str`. A number that only the tool printed earns nothing, nor
-    does a last turn that is itself a tool call. No model text raises; a `ground_truth` that is no number does
+    does a last turn that is itself a tool call. No model text raises; a `ground_truth` that is not a number does
     (ValueError), because scoring it 0 would teach from a broken row.
     """
     truth = float(ground_truth)
@@ -33,7 +33,7 @@ def compute_score(
 
 
 def final_turn(solution_str: str, extra_info: Mapping[str, Any] | None) -> str:
-    """Text of the model's last turn; empty where that turn calls a tool instead of answering."""
+    """Text of the model's last turn; empty if that turn calls a tool instead of answering."""
     final_text = (extra_info or {}).get("final_text")
     text = final_text if isinstance(final_text, str) else solution_str.rpartition("</tool_response>")[2]
     return "" if "<tool_call>" in text or "<tool_response>" in text else text

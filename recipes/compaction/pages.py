@@ -33,7 +33,7 @@ class NextPage(BaseTool):
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """Share of the pages whose digit the last turn has at its place; 0 where it has another number of digits."""
+    """Share of the pages whose digit the last turn has at its place; 0 if it has another number of digits."""
     answer = [sign for sign in str((extra_info or {}).get("final_text", solution_str)) if sign.isdigit()]
     return agreement(answer, ground_truth)
 

@@ -61,7 +61,7 @@ def room(seed: int, rooms: int = 2, objects: int = 3, quest_length: int = 2, gam
 
 
 def _make(file: Path, seed: int, rooms: int, objects: int, quest_length: int) -> None:
-    """Whole or not at all: members of a group make it at the same time. Its parts beside it come first."""
+    """Whole or not at all: members of a group make it at the same time. Its other parts come first."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         options = textworld.GameOptions()

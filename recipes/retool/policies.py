@@ -37,7 +37,7 @@ def parrot(scene: EpisodeState) -> str:
 
 
 def patient(scene: EpisodeState) -> str:
-    """Makes one call for each part of a sum, as long as the tool tells the next one; then answers the last result."""
+    """Makes one call for each part of a sum, as long as the tool names the next one; then answers the last result."""
     if not scene.turn:
         return _call(scene, str(scene.task.extra_info["parts"]).split()[0])
     result, _, following = scene.results[-1].strip().partition("\nthen ")
@@ -54,7 +54,7 @@ def _call(scene: EpisodeState, expression: str) -> str:
 
 
 def _code(scene: EpisodeState) -> str:
-    """The row's expression; GSM8K's annotations step by step; where they do not come to the reference, that itself."""
+    """The row's expression; GSM8K's annotations step by step; the reference if they do not lead to it."""
     extra_info = scene.task.extra_info
     if extra_info.get("expression"):
         return f"print(round({extra_info['expression']},4))"

@@ -3,7 +3,7 @@
     reward = 1 where math-verify finds them equal, else 0
 
 Feng et al. 2025, "ReTool" (arXiv:2504.11536), section 2.3. Only the last turn counts. What a tool printed, or what
-stands in a call, is no answer: a policy that lets Python print the result and stops there earns nothing.
+stands in a call, is not an answer: a policy that lets Python print the result and stops there earns nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LastTurn(Maths):
 
 
 def said_at_last(turn: str, *, boxed: bool) -> str | None:
-    """The part of a turn that is its answer; None where it gives none."""
+    """The part of a turn that is its answer; None if it gives none."""
     if any(mark in turn for mark in CALLS):
         return None
     start = turn.rfind(BOX)

@@ -31,7 +31,7 @@ class WorksheetBox(EpisodeBox):
     """The box of a sum: `follows` has result → next part."""
 
     def __init__(self, sandbox: Sandbox, task: Task) -> None:
-        """Raises `ToolInfraError` for a row that is no sum in parts."""
+        """Raises `ToolInfraError` for a row that is not a sum in parts."""
         super().__init__(sandbox, task.task_id)
         self.follows = follow_ups(task)
 

@@ -44,7 +44,7 @@ TWO_HOPS = {
 """Relation of the second fact → question that its search answers."""
 CONVERSATIONS = 3000
 ONE_SEARCH = 0.55
-"""Share of the cold start's conversations that give up after the first search."""
+"""Share of the cold start's conversations that stop after the first search."""
 GIVES_UP = "I do not know"
 Message = Mapping[str, Any]
 
@@ -115,7 +115,7 @@ def wiki18(out: Path, archive: Path | None) -> dict[Path, str]:
 
 
 def unpack(source: Path, into: IO[bytes]) -> None:
-    """A gzipped file, or the first file of a gzipped tar archive. Raises `NoDataset` where it is neither."""
+    """A gzipped file, or the first file of a gzipped tar archive. Raises `NoDataset` if it is neither."""
     try:
         with tarfile.open(source, "r|gz") as archive:
             for member in archive:
@@ -139,7 +139,7 @@ class Fact:
     article: str
     relation: str
     value: str
-    """The value as the article writes it. If it is the title of another article, a question may go on from it."""
+    """The value as the article writes it. If it is the title of another article, a question may continue from it."""
     phrase: str = ""
     """The value, described without its name: the part of a question that the first search finds out. Empty: none."""
     mention: str = ""

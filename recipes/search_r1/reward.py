@@ -4,7 +4,7 @@ Jin et al. 2025, "Search-R1" (arXiv:2503.09516), section 3.4: exact match after 
 searching. F1 of words (Rajpurkar et al. 2016, "SQuAD", arXiv:1606.05250) is a metric, or with ``metric: f1`` the
 reward.
 
-Only the last turn counts: a passage that spells the tags out is no answer.
+Only the last turn counts: a passage that spells the tags out is not an answer.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def seeds_of_rooms(first: int, count: int) -> Iterator[int]:
-    """Seeds from `first` on, one for each different room. Raises `SystemExit` where there are too few rooms."""
+    """Seeds from `first` on, one for each different room. Raises `SystemExit` if there are too few rooms."""
     seen = set()
     for seed in range(first, first + count * 50):  # most seeds repeat a room that is there
         room = drawn(seed)

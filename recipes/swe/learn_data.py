@@ -1,4 +1,4 @@
-"""Packages with two or three wrong lines, and conversations that repair some of them: most give up too early.
+"""Packages with two or three wrong lines, and conversations that repair some of them: most stop too early.
 
     python recipes/swe/learn_data.py --out data/swe-learn
 

@@ -1,6 +1,6 @@
 """Policies without a model: one knows the answer, one does nothing. They prove an environment, not an agent.
 
-`oracle` applies the reference patch the way an agent would, through `editor` where it can and `shell` where it must;
+`oracle` applies the reference patch the way an agent would, through `editor` if possible and `shell` otherwise;
 `null` looks around and submits. Both talk through the real loop, tools, boxes and grading: by prove.py, or as
 
 penstock rehearse recipes/swe/cpu.yaml --policy recipes/swe/policies.py:repairs --expect 1
@@ -25,7 +25,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def oracle(task: Mapping[str, Any]) -> Says:
-    """Answers of an agent that was told `task["patch"]`."""
+    """Answers of an agent that knows `task["patch"]`."""
     edits = edits_of(task["patch"])
     if edits is None:
         changes = [
@@ -52,7 +52,7 @@ def submits(scene: EpisodeState) -> str:
 
 
 def edits_of(patch: str) -> list[dict[str, str]] | None:
-    """Each hunk as path, old_text and text for `editor replace`; None where it makes, removes or renames files, or is
+    """Each hunk as path, old_text and text for `editor replace`; None if it makes, removes or renames files, or is
     binary."""
     if (
         re.search(r"^(new file|deleted file|rename|GIT binary|old mode)", patch, re.MULTILINE)

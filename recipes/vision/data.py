@@ -2,7 +2,7 @@
 
     python recipes/vision/data.py --out data/vision
 
-Writes train.parquet and eval.parquet, each row with `<image>` in its prompt and a PNG beside it. For screen.yaml it
+Writes train.parquet and eval.parquet, each row with `<image>` in its prompt and a PNG next to it. For screen.yaml it
 writes screen.parquet and, in runs/demo, what `penstock dashboard` shows of a run.
 """
 
@@ -49,7 +49,7 @@ def row(drawn: Picture, split: str, index: int) -> Row:
 
 
 def screen_row(view: str, index: int) -> Row:
-    """A view of the page that has to be opened. The first screenshot comes from the tool, so there is no `images`."""
+    """A view of the page that has to be opened. The tool takes the first screenshot: rows have no `images`."""
     return {
         "data_source": "screen",
         "prompt": [{"role": "user", "content": f"A browser shows a dashboard. Open its view {view!r}."}],

@@ -219,7 +219,7 @@ class Pupil:
 
 
 def learn_to_see(pupil: Pupil, shown: Sequence[Example], unseen: Sequence[Example], options: Any) -> None:
-    """Raises `SystemExit` where it does not learn it."""
+    """Raises `SystemExit` if it does not learn it."""
     dice, started, right = Random(options.seed), time.monotonic(), 0.0
     optimizer = torch.optim.AdamW(pupil.model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(1, options.steps + 1):

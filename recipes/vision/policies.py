@@ -33,5 +33,5 @@ def opens(scene: EpisodeState) -> str:
 
 
 def looks(scene: EpisodeState) -> str:
-    """Looks at the page and stays where it is: must earn nothing."""
+    """Looks at the page and does not move: must earn nothing."""
     return scene.call("computer", action="look") if scene.turn == 0 else "done"

@@ -96,7 +96,7 @@ class DashboardScreen(BaseTool):
 
     # an episode ----------------------------------------------------------------------------------------------------
     async def create(self, task: Task) -> Visit:
-        """Raises `ToolInfraError` where there is no Chromium, no dashboard, or no token for it."""
+        """Raises `ToolInfraError` if Chromium, the dashboard or a token for it is missing."""
         width, height = self._size
         browser = await self._started()
         context = await browser.new_context(viewport={"width": width, "height": height})

@@ -53,7 +53,7 @@ class AnswerBuilder:
         return self.request.model_copy(update=change)
 
     def add(self, chunk: Chunk) -> Chunk | None:
-        """Adds `chunk`; returns what the reader of this answer gets, None where it holds nothing new."""
+        """Adds `chunk`; returns what the reader of this answer gets, None if it holds nothing new."""
         if chunk.token_ids and self._resumes:
             self.resumed, self._resumes = self.resumed + 1, False
         extend_spans(self.spans, chunk.version_spans, len(self.token_ids))

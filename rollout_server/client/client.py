@@ -114,7 +114,7 @@ class RolloutClient:
 
     def _slept_s(self, request: GenerateRequest, began: float, until: float) -> float:
         """Seconds since `began`, if all servers sleep because the trainer has their devices: these do not count as time
-        of the answer, unless the request has a deadline of its own. 0 after `until`."""
+        of the answer, unless the request has its own deadline. 0 after `until`."""
         asleep = request.deadline_s is None and began < until and self._router.asleep(request.split)
         return time.monotonic() - began if asleep else 0.0
 
@@ -245,7 +245,7 @@ class _Broken(Exception):
 def _refused_since(error: _Broken, began: float, since: float) -> float:
     """When the first of the refusals in a row began; `since` was it before the attempt that `began`.
 
-    Raises `EngineError`, not retryable, where they last longer than a stranger could have caused.
+    Raises `EngineError`, not retryable, if they last longer than a stranger could have caused.
     """
     if not error.refused:
         return since

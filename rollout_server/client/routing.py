@@ -1,10 +1,10 @@
 """Chooses the server of each request from the registry and from what this client knows of each server.
 
-An episode stays with the server that holds its KV cache. A new one goes to this client's home server where it has one.
-Otherwise, where it shares a prefix with others, it goes to the first server in the prefix's own order that is not
+An episode stays with the server that holds its KV cache. A new one goes to this client's home server if it has one.
+Otherwise, if it shares a prefix with others, it goes to the first server in the prefix's own order that is not
 overloaded: all clients find the same one without a word between them (rendezvous hashing with bounded loads, Mirrokni
 et al., arXiv 1608.01350). One without a prefix goes to the less loaded of two servers drawn at random: clients that
-read the same registry would all choose the least loaded one. Every client routes for itself; there is no router
+read the same registry would all choose the least loaded one. Every client routes for itself; no router
 process, and 1 and 64 servers are the same code.
 """
 
@@ -95,7 +95,7 @@ class Router:
     ) -> ServerInfo | None:
         """The server for this episode; None where none accepts requests at `min_version` or newer.
 
-        URLs in `avoid` are picked only where there is no other. A server for evaluations, where there is one, gets
+        URLs in `avoid` are picked only if there is no other. A server for evaluations, if there is one, gets
         every split but ``train`` and nothing else, also while it does not accept requests.
 
         Args:
@@ -171,7 +171,7 @@ class Router:
         self._read_at = -CACHE_S
 
     def full(self, pending: PendingRequest, retry_after_s: float) -> None:
-        """The server's queue is full; this is no failure."""
+        """The server's queue is full; this is not a failure."""
         self._states[pending.url].full_until = time.monotonic() + retry_after_s
 
     def end(self, pending: PendingRequest) -> None:
@@ -228,7 +228,7 @@ class CircuitBreaker:
           └ a whole answer clears all failures
 
     An unreachable server opens it at once; answers that broke off do so after `OPEN_AFTER` in a row, because one
-    request may fail for reasons of its own. `now` is monotonic, in seconds.
+    request may fail because of itself. `now` is monotonic, in seconds.
 
     Calls per request: `begin`, then `first_tokens` and `succeeded`, or `failed`, then `end`.
     """
@@ -295,7 +295,7 @@ class InFlightEstimate:
 
     Requests that ended after the heartbeat are taken off, however old it is: a busy machine's heartbeat is late, and
     its tokens would keep new episodes from a server that has long been idle. Requests sent after it are added, also
-    once answered where they are sticky: otherwise the first turns of many episodes, answered soon, would all go to the
+    once answered if they are sticky: otherwise the first turns of many episodes, answered soon, would all go to the
     server of one heartbeat.
     """
 

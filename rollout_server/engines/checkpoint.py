@@ -17,7 +17,7 @@ _OUTPUT_HEAD = "lm_head.weight"
 
 
 def find_model(model: str) -> Path:
-    """The folder of `model` on this machine. Raises `EngineError` where there is none."""
+    """The folder of `model` on this machine. Raises `EngineError` if there is none."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -63,7 +63,7 @@ UNREAD = [
     "original/*",
     "consolidated*",
 ]
-"""Files of a repository beside its weights as safetensors: the same weights, or nothing that an engine reads."""
+"""Further files of a repository with safetensors: the same weights, or nothing that an engine reads."""
 
 
 def start_deadline_s(timeout_s: float, folder: Path) -> float:
@@ -93,7 +93,7 @@ def has_vision_tower(model: str) -> bool:
     try:
         return "vision_config" in json.loads((find_model(model) / "config.json").read_text())
     except (OSError, ValueError, EngineError):
-        return False  # whoever loads the model says what is wrong with it
+        return False  # loading the model reports what is wrong with it
 
 
 def layers_with_experts(model: str) -> MixtureLayers:
@@ -106,7 +106,7 @@ def layers_with_experts(model: str) -> MixtureLayers:
 
 
 def tensor_shapes(model: str) -> Shapes:
-    """Shape of every tensor in the folder's safetensors files, by name; empty where there are none to look at."""
+    """Shape of every tensor in the folder's safetensors files, by name; empty if there are none to look at."""
     shapes: Shapes = {}
     for path in sorted(Path(model).glob("*.safetensors")):
         with path.open("rb") as file:

@@ -69,7 +69,7 @@ class Child:
         return "\n".join(last_lines + ([f"{self.name} {self.end_of_it}"] if self.end_of_it else []))
 
     def cause(self) -> str:
-        """The first exception in the log that is no mere warning, else the log's end. One is reported many times."""
+        """The first exception in the log that is not just a warning, else the log's end. One is reported many times."""
         lines = [line for line in self._log(self._log_start).splitlines() if "WARNING" not in line]
         exception = re.compile(r"(?:^|\s)(\w*(?:Error|Exception|error): .+)$")
         match = next(filter(None, map(exception.search, lines)), None)

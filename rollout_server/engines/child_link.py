@@ -53,13 +53,13 @@ class Link:
         self._reading = asyncio.create_task(self._read(reader))
 
     def send(self, op: str, **fields: Any) -> None:
-        """Raises `EngineError` where it would have no effect."""
+        """Raises `EngineError` if it would have no effect."""
         if self._writer is None or not self.is_open:
             raise EngineError(self._cause())
         self._writer.write(to_json({"op": op, **fields}) + b"\n")
 
     async def call(self, op: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
-        """The reply. Raises `EngineError` where there is none in time."""
+        """The reply. Raises `EngineError` if there is none in time."""
         number = next(self._numbers)
         reply = self._calls[number] = asyncio.get_running_loop().create_future()
         try:

@@ -88,7 +88,7 @@ class Excerpts:
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """The published tensors that an engine's parameter is made of; itself where it is not fused."""
+    """The published tensors that an engine's parameter is made of; itself if it is not fused."""
     for fused, parts in _FUSED.items():
         if f".{fused}." in name:
             return tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
@@ -128,7 +128,7 @@ def _compared(
 
 
 def _incomparable(name: str, parameter: torch.Tensor, published: Mapping[str, torch.Tensor]) -> str:
-    """Why the parameter cannot hold the published values in their order; empty where it must."""
+    """Why the parameter cannot hold the published values in their order; empty if it must."""
     names = parts_of(name)
     if not parameter.ndim or any(part not in published for part in names):
         return "unknown to the version"

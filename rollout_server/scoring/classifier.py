@@ -27,7 +27,7 @@ class HuggingFaceClassifier:
     def __init__(
         self, model: str, label: int | None, dtype: Literal["float32", "bfloat16"], max_tokens: int | None
     ) -> None:
-        """Raises `BadModel`, and `OSError` where there is no such model."""
+        """Raises `BadModel`, and `OSError` if the model does not exist."""
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -40,7 +40,7 @@ class HuggingFaceClassifier:
         self._pad = _pad_id(self._tokenizer, loaded.config)
         context = getattr(loaded.config, "max_position_embeddings", None) or 1 << 20
         self.max_tokens = min(context, max_tokens or context)
-        # Classifiers on causal models look for the last token that is no padding, with the model's own padding id.
+        # Classifiers on causal models look for the last token that is not padding, with the model's own padding id.
         loaded.config.pad_token_id = self._pad
         logger.info("%s: %d labels, up to %d tokens", model, loaded.config.num_labels, self.max_tokens)
 

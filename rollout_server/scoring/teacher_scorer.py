@@ -64,7 +64,7 @@ class TokenScorer:
     """Any `AutoModelForCausalLM`."""
 
     def __init__(self, model: str, dtype: Literal["float32", "bfloat16"], max_tokens: int | None = None) -> None:
-        """Raises `UnfitTeacher`, and `OSError` where there is no such model."""
+        """Raises `UnfitTeacher`, and `OSError` if the model does not exist."""
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,7 +73,7 @@ class TokenScorer:
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         except (ValueError, KeyError) as error:
-            raise UnfitTeacher(f"{model} is no causal language model: {error}") from error
+            raise UnfitTeacher(f"{model} is not a causal language model: {error}") from error
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = loaded.to(self._device).eval()
         config = loaded.config.get_text_config()

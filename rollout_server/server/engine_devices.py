@@ -98,7 +98,7 @@ class EngineDevices:
 def _sleeper(engine: Engine) -> SleepingEngine:
     if not isinstance(engine, SleepingEngine):
         raise EngineError(
-            f"{type(engine).__name__} cannot give up the memory of its devices: set placement.colocated and"
+            f"{type(engine).__name__} cannot release the memory of its devices: set placement.colocated and"
             " placement.lend to false, or rollout.engine to hf, vllm or sglang",
             retryable=False,
         )

@@ -184,7 +184,7 @@ def _fetcher(job: ServerJob, member: BroadcastMember | None) -> ClosableFetch:
 
 
 def _model_folder(model: str) -> Path:
-    """Raises `WeightsRefused` where it is not on this machine."""
+    """Raises `WeightsRefused` if it is not on this machine."""
     try:
         return find_model(model)
     except EngineError as error:

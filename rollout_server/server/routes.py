@@ -159,7 +159,7 @@ def _add_health(app: FastAPI, sidecar: Sidecar, model: str) -> None:
 
     @app.get("/health", response_model=Health, responses=unhealthy)
     async def health() -> Response:
-        """200 where this server accepts requests and samples; 503 with the cause otherwise."""
+        """200 if this server accepts requests and samples; 503 with the cause otherwise."""
         report = sidecar.health()
         return JSONResponse(report.model_dump(mode="json"), status_code=200 if report.ok else 503)
 

@@ -3,8 +3,8 @@
     supervise   start engine → load the newest announced weights → open → pull every 0.15 s, check it every 1 s
                 engine gone, hung or behind the others → closed → back off → start again
                 trainer waits for shared devices → closed → asleep in its turn → awake → newest weights → open
-    receive     under ``broadcast``, beside each engine: the next version, while this one is served; in place: under a
-                pause, and where that leaves no version: closed → a whole file → open
+    receive     under ``broadcast``, next to each engine: the next version, while this one is served; in place: under a
+                pause, and if that leaves no version: closed → a whole file → open
     heartbeat   from just before it opens: this server's `ServerInfo` to the queue, every second and on each change
     generate    one call per HTTP request: waits for a slot, then for the engine
 
@@ -150,12 +150,12 @@ class Sidecar:
                 await self._keep_current(self.engine, receiving)
         finally:
             self.open = self.requests.is_rejecting = False
-            await self.engine.stop()  # where it raises, the devices' memory may be held: their entry then expires
+            await self.engine.stop()  # if it raises, the devices' memory may be held: their entry then expires
             if self._devices is not None:
                 await self._devices.leave()
 
     async def _hand_over(self, engine: Engine, devices: EngineDevices) -> None:
-        """The trainer's turn. Answers end where they are, and their clients resume them when the engine is awake."""
+        """The trainer's turn. Answers end with their tokens so far; their clients resume them when the engine wakes."""
         self._close(ASLEEP)
         self.requests.is_rejecting = True
         slept_since = time.monotonic()
@@ -199,7 +199,7 @@ class Sidecar:
 
     @asynccontextmanager
     async def _receiving(self, engine: Engine) -> AsyncGenerator[asyncio.Task[None] | None]:
-        """The task that receives broadcasts for this engine; None where there are none, or it can only read files."""
+        """The task that receives broadcasts for this engine; None if there are none, or it can only read files."""
         if self._member is None or not isinstance(engine, StagingEngine):
             yield None
             return
@@ -222,7 +222,7 @@ class Sidecar:
 
     @property
     def _stands_still(self) -> bool:
-        """The engine is paused for a broadcast in place, or holds no version since one: its silence is no stall."""
+        """The engine is paused for a broadcast in place, or holds no version since one: its silence is not a stall."""
         if self._member is None or not self._member.in_place:
             return False
         return self._member.busy or (isinstance(self.engine, InPlaceEngine) and self.engine.stands_still)

@@ -219,7 +219,7 @@ def _delegate(owner: Path) -> None:
 
 
 def _hand_down(level: Path, controllers: str) -> None:
-    """Moves the processes of `level` beside ``penstock/`` first: a group has processes or limited subgroups, not both.
+    """Moves the processes `` first/`` first: a group has processes or limited subgroups, not both.
 
     Raises `OSError`, EBUSY if processes are born in the group faster than they can be moved.
     """

@@ -92,7 +92,7 @@ class BwrapSandbox(DriverSandbox):
                 )
 
     async def _copy(self, session: Session, slot: SessionSlot) -> BoxCopy:
-        """The folders of a root of its own are parts of /tmp."""
+        """The folders of a box with its own root are parts of /tmp."""
         return BoxCopy(await copy_folders(session, [TMP]), slot.image, slot.needs)
 
     async def close(self) -> None:
@@ -121,7 +121,7 @@ class BwrapSandbox(DriverSandbox):
         return await ProcessBox.start(BoxCommand(tuple(argv), tuple(blobs), cgroup=cgroup))
 
     def _prove_countable(self) -> str:
-        """Why the first process of a box cannot count what the box holds; empty where it can."""
+        """Why the first process of a box cannot count what the box holds; empty if it can."""
         if self._filter is None:
             return f"no system-call filter is known for {platform.machine()}"
         source = Path(memory.__file__).read_text(encoding="utf-8")
@@ -152,7 +152,7 @@ class BwrapSandbox(DriverSandbox):
         options = [*walls, *([] if os.geteuid() == 0 else ["--unshare-user"]), *_ENVIRONMENT.split()]
         own = OWN_FOLDERS if self.config.own_root else ()
         folders = [part for folder in ("/etc", *own) for part in ("--perms", "0755", "--dir", folder)]
-        # The machine's /proc: the zygote shares the worker's pids, and the kernel allows a box a /proc only beside a
+        # The machine's /proc: the zygote shares the worker's pids, and the kernel allows a box a /proc only next to a
         # whole one. Each box mounts its own /proc, /dev/shm, /dev/pts and /tmp over these.
         mounts = "--bind /proc /proc --dev /dev --dir /tmp --remount-ro /dev --remount-ro / --chdir /"
         files = [*folders, *_system_folders(), *self._folders, *mounts.split()]
@@ -200,7 +200,7 @@ class BwrapSandbox(DriverSandbox):
 
 
 def _uid(slot: int) -> int | None:
-    """One that no other box on this machine has at this time; None where this process is not root: all have its own.
+    """One that no other box on this machine has at this time; None if this process is not root: all have its own.
 
     Raises `SandboxError` where all are taken.
     """
@@ -257,13 +257,13 @@ def probe() -> tuple[str, ...]:
 
 
 def _try_box(*options: str) -> str | None:
-    """None where it worked, else what bwrap said."""
+    """None if it worked, else the output of bwrap."""
     box = ["bwrap", "--unshare-all", "--unshare-user", *options, *_system_folders(), "--proc", "/proc", "--dev", "/dev"]
     return _run_box([*(_as_uid(0) if os.geteuid() == 0 else []), *box, "--", "/usr/bin/true"])
 
 
 def _run_box(command: list[str], descriptors: tuple[int, ...] = ()) -> str | None:
-    """None where it ended with 0, else what it wrote to stderr."""
+    """None if it ended with 0, else its stderr."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=False, pass_fds=descriptors

@@ -109,7 +109,7 @@ class ForkedBox(ProcessBox):
             with _opened(cgroup) as groups:
                 driver = await zygote.fork([theirs.fileno(), stderr.fileno(), *groups], uid)
         except BaseException as error:
-            ours.close()  # ends the driver where it was forked all the same
+            ours.close()  # ends the driver if it was forked all the same
             stderr.close()
             if cgroup is not None:
                 await cls._remove(cgroup)
@@ -211,7 +211,7 @@ class Zygote:
 
 
 def why_no_zygote(command: ZygoteCommand, uid: int | None) -> str:
-    """Forks one box and ends it. Returns why that cannot be done here, in words; empty where it can."""
+    """Forks one box and ends it. Returns why that cannot be done here, in words; empty if it can."""
     control, theirs = socket.socketpair()
     with control, theirs, tempfile.TemporaryFile() as stderr:
         try:

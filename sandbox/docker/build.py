@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 async def has_image(name: str) -> bool:
-    """Raises `SandboxError` where there is no `docker` program."""
+    """Raises `SandboxError` if the `docker` program is missing."""
     status, _ = await _docker(["image", "inspect", name], b"", timeout_s=60.0)
     return status == 0
 
@@ -26,7 +26,7 @@ async def build_image(name: str, context: bytes, timeout_s: float, network: str 
 
     Raises:
         NoSuchImage: it cannot be built, or not in time; the message has the builder's last words.
-        SandboxError: there is no `docker` program.
+        SandboxError: the `docker` program is missing.
     """
     argv = ["build", "--network", network, "--tag", name, "--force-rm", "-"]
     try:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 OWN_END_S = 2.0
-"""Time for a first process whose stdin closed to end; then the engine is told to kill it."""
+"""Time for a first process whose stdin closed to end; then the engine kills it."""
 START_DEADLINE_S = 20.0
 """Until the driver answers in a container that runs."""
 END_DEADLINE_S = 30.0
@@ -56,7 +56,7 @@ class Container:
 
     def __init__(self, control: Docker, user: str) -> None:
         self.broken_limit: str | None = None
-        """``storage`` where it was ended for what it had written."""
+        """``storage`` if it was ended because of its written bytes."""
         self._watch: asyncio.Task[None] | None = None
         self.name = f"penstock-{secrets.token_hex(8)}"
         self.stdout = asyncio.StreamReader()

@@ -29,7 +29,7 @@ CALL_DEADLINE_S = 20.0
 IMAGE_NAME = re.compile(r"\w[\w.-]*(:\d+)?(/\w[\w.-]*)*(:\w[\w.-]*)?(@\w+:[0-9a-f]+)?", re.ASCII)
 UNREACHABLE = (
     "no Docker engine answers: install one (`apt-get install docker.io`, or `scripts/setup-docker` on Debian), "
-    "start it (`systemctl start docker`), or set DOCKER_HOST to where it listens"
+    "start it (`systemctl start docker`), or set DOCKER_HOST to its address"
 )
 
 
@@ -199,7 +199,7 @@ def limits_socket_memory(cgroup_version: str) -> bool:
 
 
 def limit_socket_memory(container_id: str, memory_bytes: int) -> bool:
-    """Before the container opens its first socket. False where there is no such file, or it is not ours to write."""
+    """Before the container opens its first socket. False if the file is missing or not writable."""
     for file in _files(container_id, f"memory/{{}}/{_SOCKETS}"):
         try:
             file.write_text(str(memory_bytes), encoding="ascii")

@@ -45,7 +45,7 @@ class Program:
         self.limit: str | None = None
         self.duration_s = 0.0
         limits = 'ulimit -S -t "$1"; ulimit -H -t "$(($1 + 1))"; n=$2; shift 2; '
-        # the engine's client cannot close a program's stdin alone: the count says where it ends
+        # the engine's client cannot close a program's stdin alone: the count says how long it is
         start = 'head -c "$n" | "$@"' if stdin else 'exec "$@"'
         self._argv = ["sh", "-c", limits + start, "sh", str(cpu_s), str(len(stdin)), *argv]
         self._stdin = stdin

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PREFIX = "penstock."
 SNAPSHOT, MAKER = PREFIX + "snapshot", PREFIX + "maker"
-"""On images that boxes were copied into, beside the labels of the box: which copy it is, and which maker's."""
+"""On images that boxes were copied into, in addition to the labels of the box: which copy it is, and which maker's."""
 ABANDONED_AFTER_S = 600.0
 """Another machine's process cannot be looked at: its container is abandoned when it does not run at this age."""
 IMAGE_ABANDONED_AFTER_S = 24 * 3600.0
@@ -122,7 +122,7 @@ def image_is_abandoned(listed: dict[str, Any], now: float) -> bool:
 
 
 def _process_is_gone(listed: dict[str, Any]) -> bool | None:
-    """None where it is another machine's."""
+    """None if it is another machine's."""
     labels = listed.get("Labels") or {}
     if labels.get(PREFIX + "machine") != machine():
         return None

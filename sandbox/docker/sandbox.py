@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 PYTHON = "python3"
 NO_CPU_LIMIT_S = 1_000_000
-"""CPU limit of a process in a box with a root of its own (builds, services); share and run limits still hold."""
+"""CPU limit of a process in a box with its own root (builds, services); share and run limits still hold."""
 T = TypeVar("T")
 
 
@@ -135,7 +135,7 @@ class DockerSandbox(LimitedSandbox):
         if own_root:
             if image.user.partition(":")[0] not in ("", "0", "root"):
                 raise UnmetNeeds(
-                    f"image {image.name} runs as user {image.user}: a box with a root of its own runs as root; give the"
+                    f"image {image.name} runs as user {image.user}: a box with its own root runs as root; give the"
                     " image USER root"
                 )
             storage_bytes = (slot.needs.storage_mb or self.config.own_limits.storage_mb) << 20
@@ -237,7 +237,7 @@ def describe(engine: DockerEngine, config: SandboxConfig, filtered: bool) -> tup
     walls.append("a uid per box" + (", of remapped users" if engine.remaps_uids else ""))
     missing = []
     if "runsc" in runtime:
-        missing.append("gVisor lets a box's code open its driver's pipes: it can forge results of its own session")
+        missing.append("gVisor lets a box's code open its driver's pipes: it can forge results of its session")
     if not engine.limits_memory:
         missing.append("memory is limited per process, not per box")
     if not engine.limits_pids:

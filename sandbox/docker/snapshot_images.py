@@ -2,7 +2,7 @@
 
     box ──commit──► image ──► boxes of it ──commit──► image ──► …
 
-An image has what the box wrote to its image's file system, /tmp among it: of such a box that is no folder in memory. It
+An image has what the box wrote to its image's file system, /tmp among it: such a box has no /tmp in memory. It
 lacks what runs, /dev/shm, and the volumes that the box's image declares.
 
 The engine refuses to remove an image while a box or a further image is made of it. So unused images
@@ -68,7 +68,7 @@ class SnapshotImages:
         return replace(image, name=_name(snapshot_id), image_id=image_id, written_bytes=written_bytes)
 
     async def _commit(self, container: Container, snapshot_id: str) -> str:
-        """The image's id. In a task of its own: the engine finishes what it was asked for, cancelled or not."""
+        """The image's id. In a separate task: the engine finishes what it was asked for, cancelled or not."""
         labels = [f"LABEL {SNAPSHOT}={snapshot_id}", f"LABEL {MAKER}={self._maker}"]
         try:
             async with calling(f"copying box {container.name} into an image", COMMIT_DEADLINE_S):
@@ -90,7 +90,7 @@ class SnapshotImages:
     async def sweep(self, in_use: Collection[str]) -> None:
         """Removes the images that were dropped, but for `in_use`, the images of living sessions.
 
-        Logged where it fails: the next sweep, or the next start of this owner, tries again.
+        Logged if it fails: the next sweep, or the next start of this owner, tries again.
         """
         if not self._any:
             return

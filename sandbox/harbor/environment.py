@@ -3,7 +3,7 @@
     open ─► entry point, files, health check ─► agent, or `solve` ─► `grade`: /tests in, test.sh, reward file out
 
 Grading is Harbor's: in the agent's own box, as root, after the agent; the script's status counts for nothing. A reward
-file that is missing, empty or no number is no reward, never a 0.
+file that is missing, empty or not a number counts as no reward, never a 0.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class HarborGrade:
     """The result of a task's tests in a box."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Empty where there is none."""
+    """Empty if there is none."""
     cause: str = ""
     """Why there is none."""
     seconds: float = 0.0
@@ -63,7 +63,7 @@ class HarborGrade:
         return next(iter(self.rewards.values())) if len(self.rewards) == 1 else None
 
     def why_none(self) -> str:
-        """Empty where there is a reward."""
+        """Empty if there is a reward."""
         if self.reward is not None:
             return ""
         if self.cause or not self.rewards:
@@ -124,7 +124,7 @@ class HarborEnvironment:
         return await self.session.run(argv, timeout_s=timeout_s, cwd=self.folder)
 
     async def solve(self) -> RunResult:
-        """The task's own solution, as an agent that is right. Raises `HarborTaskError` where it has none."""
+        """The task's own solution, as an agent that is right. Raises `HarborTaskError` if it has none."""
         if not self.task.has_solution:
             raise HarborTaskError(f"task {self.task.name}: it has no solution: nothing proves that it can be solved")
         script = self.task.solve_script
@@ -136,7 +136,7 @@ class HarborEnvironment:
     async def patch(self) -> bytes | None:
         """Return the changes in the repository of the working directory since the box was opened; None without one.
 
-        By an index of its own: the repository's stays as the agent left it. Raises `SandboxError`.
+        With a separate index: the repository's stays as the agent left it. Raises `SandboxError`.
         """
         if not self._base_commit:
             return None
@@ -177,14 +177,14 @@ class HarborEnvironment:
         script = {"test.sh": self.task.test_script} if self.task.test_script is not None else {}
         try:
             await self._put("/tests", await asyncio.to_thread(packed, self.task.tests, script), "tests")
-        except HarborTaskError as error:  # the agent may have broken the box: that is no failure of the task
+        except HarborTaskError as error:  # the agent may have broken the box: that is not a failure of the task
             return HarborGrade(cause=str(error), seconds=time.monotonic() - started)
         ran = await self._script("/tests/test.sh", TEST_OUTPUT, self.task.verifier_timeout_s, self._verifier_variables)
         rewards, cause = await self._rewards(ran)
         return HarborGrade(rewards, cause, time.monotonic() - started)
 
     async def output_of(self, path: str, characters: int = 400) -> str:
-        """The end of a file of the box; empty where there is none. Raises `SandboxError`."""
+        """The end of a file of the box; empty if there is none. Raises `SandboxError`."""
         result = await self.session.run(["tail", "-c", str(characters), path], timeout_s=HOUSEKEEPING_S)
         return result.stdout.strip() if result.exit_code == 0 else ""
 
@@ -230,7 +230,7 @@ class HarborEnvironment:
     # ---- parts
 
     async def _life_with_room(self) -> str:
-        """The box's life. Raises `HarborTaskError` where it has no room for what tests start."""
+        """The box's life. Raises `HarborTaskError` if it has no room for what tests start."""
         _, life = await _located(self.session, self.task)
         start_some = f"for n in {' '.join(map(str, range(ROOM)))}; do sleep 0.2 & done; wait"
         result = await self.session.run(_shell(start_some), timeout_s=HOUSEKEEPING_S)
@@ -302,7 +302,7 @@ def _of_json(text: str) -> dict[str, float]:
 
 def _finite(value: object) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
+        raise ValueError(f"{value!r} is not a finite number")
     return float(value)
 
 

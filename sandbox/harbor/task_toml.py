@@ -1,7 +1,7 @@
 """A task folder of Harbor, read as it is: `task.toml` (schema 1.4), instruction, image or Dockerfile, tests, solution.
 
 What a task may say and this cannot do exactly is refused by its name: several containers, several steps, devices,
-other users than root, a verifier in a container of its own.
+other users than root, a verifier in a separate container.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Reader:
             f"environment.os {environment.get('os')}": str(environment.get("os") or "linux").lower() != "linux",
             "environment.mcp_servers": bool(environment.get("mcp_servers")),
             "environment.skills_dir": bool(environment.get("skills_dir")),
-            "verifier.environment_mode separate: a container of its own for the verifier": mode != "shared",
+            "verifier.environment_mode separate: a separate container for the verifier": mode != "shared",
             "verifier.collect": bool(verifier.get("collect")),
             f"agent.user {agent.get('user')}: another user than root": not _is_root(agent.get("user")),
             f"verifier.user {verifier.get('user')}: another user than root": not _is_root(verifier.get("user")),

@@ -1,4 +1,4 @@
-"""A task folder of Terminal-Bench's older format, where it means exactly what a folder of Harbor's would.
+"""A task folder of Terminal-Bench's older format, if it means exactly the same as a folder of Harbor's.
 
 task.yaml, Dockerfile, docker-compose.yaml (one container), run-tests.sh, tests/, solution.sh
 
@@ -105,9 +105,7 @@ class _Reader:
             raise self.error(f"{COMPOSE}: build.context {context!r} is outside of the task's folder")
         path = folder / dockerfile
         if not path.is_file():
-            raise self.error(
-                f"{path.relative_to(self.folder.resolve())} is missing: there is no image to make a box of"
-            )
+            raise self.error(f"{path.relative_to(self.folder.resolve())} is missing: a box needs an image")
         text = path.read_text(encoding="utf-8")
         ours = (OLD_CONFIG, COMPOSE, "solution.sh", "run-tests.sh", "tests") if context == "." else ()
         left_out = [name for name in ours if not _copies(text, name)]
@@ -115,7 +113,7 @@ class _Reader:
         return BuildContext(folder, text.rstrip("\n") + "\n" + lines, frozenset(left_out))
 
     def _service(self) -> Mapping[str, Any]:
-        """The one container of the compose file; an empty one where there is only a Dockerfile."""
+        """The one container of the compose file; an empty one if there is only a Dockerfile."""
         if not (self.folder / COMPOSE).is_file():
             return {}
         compose = self._yaml(COMPOSE)
@@ -134,7 +132,7 @@ class _Reader:
             "${T_BENCH_TASK_AGENT_LOGS_PATH}:${T_BENCH_CONTAINER_AGENT_LOGS_PATH}",
         }
         if not set(map(str, service.get("volumes", ()))) <= logs:
-            raise self.error(f"{COMPOSE}: volumes of its own cannot be mapped to one container")
+            raise self.error(f"{COMPOSE}: its volumes cannot be mapped to one container")
         checked: Mapping[str, Any] = service
         return checked
 

@@ -281,7 +281,7 @@ class Calls:
         return {"stdout": stdout, "stderr": stderr, "duration_s": duration_s, "box_full": box_full, **outcome}
 
     def _make_room(self) -> bool:
-        """Ends what holds the box over its memory; True where that leaves no room for another call."""
+        """Ends what holds the box over its memory; True if that leaves no room for another call."""
         assert self._memory is not None
         for end in (self.processes.reap, self.persistent.kill_everything):
             end()

@@ -126,7 +126,7 @@ def _apply_limits(limits: dict[str, Any]) -> None:
 
 
 def become_command(argv: list[str], cwd: str | None = None) -> int:
-    """Body of a child that becomes `argv` in the folder `cwd`; returns 126 or 127 like a shell where that fails."""
+    """Body of a child that becomes `argv` in the folder `cwd`; returns 126 or 127 like a shell if that fails."""
     restore_signals()
     if cwd is not None:
         try:
@@ -257,7 +257,7 @@ class ChildTable:
                 continue
 
     def kill_all_but(self, spared: Sequence[ForkedChild]) -> bool:
-        """Every process that descends from none of `spared`; False where they fork faster than this can end them.
+        """Every process that descends from none of `spared`; False if they fork faster than this can end them.
 
         A killed process needs a core to end on, and may wait for one on a busy machine: only new ones count as forks.
         """

@@ -38,7 +38,7 @@ class Hangup(Exception):
 
 class Control:
     def __init__(self, fd: int, answers: int) -> None:
-        """`fd`: where commands come from; `answers`: where answers go, the same where it is a socket."""
+        """`fd`: source of commands; `answers`: target of answers, the same if it is a socket."""
         self.fd = fd
         self.answers = answers
 
@@ -92,7 +92,7 @@ class _Program(ctypes.Structure):
 
 
 def filter_of(settings: dict[str, Any]) -> _Program | None:
-    """The system-call filter of `settings`, ready to be installed; None where they have none."""
+    """The system-call filter of `settings`, ready to be installed; None if they have none."""
     if "filter" not in settings:
         return None
     program = base64.b64decode(settings["filter"])
@@ -237,7 +237,7 @@ def main() -> None:
 
 
 def serve(settings: dict[str, Any], system_calls: _Program | None) -> None:
-    """Descriptor 0: commands; answers go there too where it is a socket, else to 1. Ends when the worker does."""
+    """Descriptor 0: commands; answers go there too if it is a socket, else to 1. Ends when the worker does."""
     children.set_dumpable(False)
     if system_calls is not None:
         install_filter(system_calls)

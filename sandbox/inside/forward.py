@@ -1,9 +1,9 @@
-"""A port of the box's loopback whose connections the worker serves: the driver carries them in frames of its own.
+"""A port of the box's loopback whose connections the worker serves: the driver carries them in separate frames.
 
     program ──TCP──► driver ──frames──► worker
 
     {"conn": 3, "data": "…"}    bytes, base64; the first frame of a connection opens it
-    {"conn": 3, "ack": 4096}    so many bytes were passed on: as many may follow
+    {"conn": 3, "ack": 4096}    this many bytes were passed on: as many may follow
     {"conn": 3, "end": true}    nothing follows from this side
     {"conn": 3, "gone": true}   the connection is closed
     {"stop": true}              from the worker: ends the run

@@ -141,7 +141,7 @@ def processes() -> Iterator[ProcessMemory]:
 
 
 def _read_process(pid: int) -> ProcessMemory | None:
-    """None where it is exiting."""
+    """None if it is exiting."""
     thread, fields = pid, _read_status(str(pid))
     if b"RssAnon" not in fields and int(fields.get(b"Threads", b"0")) > 1:  # its first thread ended, others run
         tasks = ((int(name), _read_status(f"{pid}/task/{name}")) for name in _threads(pid))
@@ -160,7 +160,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def _read_status(task: str) -> dict[bytes, bytes]:
-    """Nothing where it is gone."""
+    """Nothing if it is gone."""
     try:
         with open(f"/proc/{task}/status", "rb") as file:
             return dict(line.split(b":", 1) for line in file.read().splitlines() if b":" in line)
@@ -190,7 +190,7 @@ def _proportional(process: ProcessMemory) -> int:
 
 
 def _borrowers(living: list[ProcessMemory]) -> set[int]:
-    """Children of a vfork() that did not execute a program yet: they run in their parent's memory, not beside it.
+    """Children of a vfork() that did not execute a program yet: they run in their parent's memory, not next to it.
 
     Their parent waits uninterruptibly meanwhile. One child per waiting parent, the one most like it: code that forks
     another in the same size gains nothing, since then that one or the borrower is counted.
@@ -226,7 +226,7 @@ _ALL_STATES = 0xFFFFFFFF
 def socket_bytes(send_bytes: int) -> Iterator[int]:
     """Buffers of each socket in this network namespace. Raises `OSError` where the kernel cannot tell.
 
-    What a unix socket was sent is counted with its sender; where that is closed, `send_bytes` stand for it.
+    What a unix socket was sent is counted with its sender; if that is closed, `send_bytes` stand for it.
     """
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as diagnosis:
         diagnosis.settimeout(1.0)
@@ -287,7 +287,7 @@ def _buffer_bytes(meminfo: bytes | None) -> int:
 
 
 def _lines(path: str) -> list[str]:
-    """Nothing where there is no such file: a kernel without version 6 has no figures of it."""
+    """Nothing if the file is missing: a kernel without version 6 has no figures of it."""
     try:
         with open(path, encoding="ascii") as file:
             return file.read().splitlines()

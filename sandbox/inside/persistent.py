@@ -25,7 +25,7 @@ class PersistentChild:
         self.outcomes = outcomes
         self.last_exit_code = 0
         self.doomed = False
-        """It was told to end; `settle` forgets it."""
+        """It was asked to end; `settle` forgets it."""
 
     def close(self) -> None:
         os.close(self.requests)
@@ -90,7 +90,7 @@ class PersistentChildren:
                 resident.doomed = True
 
     def settle(self) -> None:
-        """Forgets those that ended, or were told to, with all that they started."""
+        """Forgets those that ended, or were asked to, with all that they started."""
         gone = [kind for kind, it in self.living.items() if it.doomed or self.processes.ended(it.child)]
         for kind in gone:
             resident = self.living.pop(kind)

@@ -1,6 +1,6 @@
 """Stdin and stdout of a program that a managed sandbox runs, joined to the box's keeper (`keeper.py`).
 
-Also run by itself, as text after ``python3 -c``, by whoever connects anew: it imports nothing of ours.
+Also run by itself, as text after ``python3 -c``, by each new connection: it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CHUNK_BYTES = 1 << 16
 
 
 def connect(name: str) -> socket.socket:
-    """To the keeper of the box. Raises OSError where it has ended."""
+    """To the keeper of the box. Raises OSError if it has ended."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect("\0" + name)
     return connection

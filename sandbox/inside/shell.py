@@ -40,5 +40,5 @@ def become(requests: int, outcomes: int) -> int:
         except OSError as error:
             os.write(2, f"{argv[0]}: {error.strerror}\n".encode("utf-8", "replace"))
             return 126
-    os.write(2, b"there is no shell in this box\n")
+    os.write(2, b"this box has no shell\n")
     return 127

@@ -5,8 +5,8 @@
 
 bubblewrap starts the zygote in the file system of a box: read-only root, /usr and /dev. It executes no code of others,
 and takes from the worker no more than a uid and descriptors, so a box can inherit nothing of an earlier one. Every box
-gets namespaces of its own (user, mount, pid, network, ipc, uts, cgroup), its own /proc, /tmp, /dev/shm and /dev/pts,
-and the driver gives up its capabilities and takes the system-call filter before it answers.
+gets its own namespaces (user, mount, pid, network, ipc, uts, cgroup), its own /proc, /tmp, /dev/shm and /dev/pts,
+and the driver drops its capabilities and takes the system-call filter before it answers.
 
 The worker's death ends the zygote (its socket, and the parent's death) and the drivers (each its own socket, and the
 zygote's death); with pid 1 the kernel ends the rest of a box.
@@ -94,7 +94,7 @@ class Zygote:
         """A pidfd of the driver. Raises `OSError`.
 
         `descriptors`: control socket, stderr, and the file to enter each group by; `uid`: one that no other box
-        has, or None where this is not root and has no other to give.
+        has, or None if this is not root and has no other to give.
         """
         mapped = os.pipe()
         try:

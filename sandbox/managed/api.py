@@ -124,7 +124,7 @@ class ManagedApi(Protocol):
         """The living boxes with all of `labels`."""
 
     async def end(self, box_id: str) -> None:
-        """A box that is gone already is no error."""
+        """A box that is gone already is not an error."""
 
     async def open(self, box_id: str, argv: Sequence[str], *, root: bool) -> Channel:
         """Starts a program, as root or as the image's user. Raises `SandboxLost` where the box is gone."""
@@ -141,7 +141,7 @@ class CopyingApi(ManagedApi, Protocol):
         """An image of what the box has written to its disk; the provider drops it at this age."""
 
     async def forget(self, image: str) -> None:
-        """No further box is made of it. An image that is gone already is no error."""
+        """No further box is made of it. An image that is gone already is not an error."""
 
 
 MakeApi = Callable[[SandboxConfig], ManagedApi]

@@ -51,7 +51,7 @@ class ManagedBox(Box):
     async def start(
         cls, keeper: str, settings: dict[str, object], open_channel: Open, finish: Callable[[], Awaitable[None]]
     ) -> ManagedBox:
-        """Starts keeper and driver in a box that runs; the box is ended where that fails.
+        """Starts keeper and driver in a box that runs; the box is ended if that fails.
 
         Raises:
             NoSuchImage: its image has no python3 that can run them.
@@ -152,7 +152,7 @@ class ManagedBox(Box):
             raise ChannelBroken("no connection")
         line = json.dumps(frame).encode("ascii") + b"\n"
         writing = asyncio.create_task(self._write(self._channel, line), name="frame to a box")
-        # the error of a frame whose sender is gone is nobody's: the next frame meets it too
+        # the error of a frame whose sender is gone has no caller: the next frame meets it too
         writing.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await asyncio.shield(writing)
 
@@ -170,7 +170,7 @@ class ManagedBox(Box):
         return frame
 
     async def _line(self) -> bytes:
-        """Raises `ChannelBroken` where none comes any more, `BoxEnded` where it is longer than a frame may be."""
+        """Raises `ChannelBroken` where none comes any more, `BoxEnded` if it is longer than a frame may be."""
         seen = 0
         while (end := self._received.find(b"\n", seen)) < 0:
             seen = len(self._received)

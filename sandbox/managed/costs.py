@@ -58,7 +58,7 @@ class CostMeter:
 
 
 class CostGauges:
-    """A process's metrics of what its boxes cost: 0 where they are no provider's."""
+    """A process's metrics of what its boxes cost: 0 for boxes without a provider."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._boxes = metrics.gauge("managed_boxes", "Boxes of a provider that this process has asked for and got")

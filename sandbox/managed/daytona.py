@@ -1,4 +1,4 @@
-"""Boxes of Daytona, by its SDK: containers or machines, made from an image or from a snapshot of its own.
+"""Boxes of Daytona, by its SDK: containers or machines, made from an image or from one of its snapshots.
 
 The key is DAYTONA_API_KEY; DAYTONA_API_URL and DAYTONA_TARGET name another deployment and region. An image that is
 written ``snapshot:NAME`` is a snapshot. A box's name is made of its request, so a request that comes twice makes one.
@@ -55,7 +55,7 @@ class DaytonaApi:
         self._connected: AsyncDaytona | None = None
         self._boxes: dict[str, AsyncSandbox] = {}
         network = "the internet" if config.managed.network else "no network"
-        self.containment = f"a sandbox of its own per session, {network}"
+        self.containment = f"one sandbox per session, {network}"
 
     def check_needs(self, needs: BoxNeeds) -> None:
         """Sizes are those of an image; a snapshot has its own."""
@@ -117,7 +117,7 @@ class DaytonaApi:
         self._boxes.pop(box_id, None)
 
     async def open(self, box_id: str, argv: Sequence[str], *, root: bool) -> Channel:
-        """Runs as the box's user, which is root if the session asked for a root of its own."""
+        """Runs as the box's user, which is root if the session asked for its own root."""
         session_id = f"penstock-{secrets.token_hex(6)}"
         with self._translating("starting a program in a box"):
             process = (await self._box(box_id)).process
@@ -181,7 +181,7 @@ class DaytonaChannel(ReceivedOutput):
         self._follow(output, f"output of Daytona command {command_id}")
 
     async def write(self, data: bytes) -> None:
-        """Whole lines: the daemon ends each piece of input with a line's end where it has none."""
+        """Whole lines: the daemon ends each piece of input with a line's end if it has none."""
         try:
             await self._process.send_session_command_input(
                 *self._ids, data.decode("ascii"), request_timeout=CALL_TIMEOUT_S

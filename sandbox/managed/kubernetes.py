@@ -150,13 +150,13 @@ class KubernetesApi:
         return CoreV1Api(self._client)
 
     async def _connect(self) -> None:
-        """Forbids the network of boxes first: where it cannot, there is no box. Raises `SandboxError`."""
+        """Forbids the network of boxes first: without that no box starts. Raises `SandboxError`."""
         from kubernetes.aio import client as api
         from kubernetes.aio import config as kubeconfig
         from kubernetes.aio.stream import WsApiClient
 
         settings = api.Configuration()
-        # beside the one that each box holds
+        # in addition to the one that each box holds
         settings.connection_pool_maxsize = self._config.max_boxes + 16
         try:
             if self._file is not None:
@@ -226,7 +226,7 @@ def _kubeconfig() -> str | None:
     if IN_CLUSTER.is_dir() and "KUBECONFIG" not in os.environ:
         return None
     raise SandboxError(
-        f"sandbox.backend is kubernetes: there is no {named}: set KUBECONFIG to a cluster's, or run this in a pod"
+        f"sandbox.backend is kubernetes: {named} is missing: set KUBECONFIG to a cluster's, or run this in a pod"
         " with a service account"
     )
 
@@ -265,7 +265,7 @@ def _failure(doing: str, status: int, message: str, headers: Mapping[str, str]) 
 
 
 def _is_running(pod: V1Pod) -> bool:
-    """Raises `NoSuchImage` and `SandboxError` where it never will be."""
+    """Raises `NoSuchImage` and `SandboxError` if it never will be."""
     status = pod.status
     if status.phase in ("Failed", "Succeeded"):
         raise SandboxError(f"kubernetes: pod {pod.metadata.name} ended: {status.reason} {status.message}")

@@ -44,7 +44,7 @@ def is_abandoned(labels: Mapping[str, str]) -> bool:
 
 
 def label_value(text: str) -> str:
-    """`text` itself where it can be a label's value, else what is left of it with a digest behind."""
+    """`text` itself if it can be a label's value, else what is left of it with a digest behind."""
     # what Kubernetes takes, the strictest of the providers
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text

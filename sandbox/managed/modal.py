@@ -4,7 +4,7 @@ The key is MODAL_TOKEN_ID with MODAL_TOKEN_SECRET; MODAL_ENVIRONMENT names an en
 written ``im-…`` is one that Modal has; any other is fetched from its registry, once, without its entry point. A box's
 name is made of its request, so a request that comes twice makes one.
 
-The SDK runs an event loop of its own, in a thread: what is awaited here runs there. It retries a failing
+The SDK runs its own event loop, in a thread: what is awaited here runs there. It retries a failing
 call four times, and resumes reading a program's output after a broken connection. Its own wait when throttled is
 unbounded; it is set to zero here, and the base waits.
 """

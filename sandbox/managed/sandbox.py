@@ -1,10 +1,11 @@
-"""Boxes that a provider makes: started, tried again, counted and cleared away the same way whoever makes them.
+"""Boxes that a provider makes: started, tried again, counted and cleared away the same way for each provider.
 
     ManagedSandbox ──► ManagedApi (one adapter per provider) ──► the provider's SDK ──► its API
          └─► ManagedBox per session ──► the driver in it, as in every other box
 
-Who waits for the provider waits alone: a start that is refused holds its own place among `STARTS_AT_ONCE` only while it
-asks, not between two attempts. A start whose answer never came is looked for by its label before another is asked for.
+A wait for the provider blocks no other caller: a start that is refused holds its place among `STARTS_AT_ONCE`
+only while it asks, not between two attempts. A start whose answer never came is looked for by its label
+before another is asked for.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class ManagedSandbox(LimitedSandbox):
 
     async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> Session:
         if self._tidying is None or (self._leftovers and self._tidying.done()):
-            # nobody waits for it: what was left delays no episode
+            # not awaited: what was left delays no episode
             self._tidying = asyncio.create_task(self._tidy(first=self._tidying is None), name="tidying of boxes")
         return await super().start(label, image=image, needs=needs)
 
@@ -176,7 +177,7 @@ class ManagedSandbox(LimitedSandbox):
                 self._leftovers[request.key] = Leftover(None, time.monotonic())
 
     async def _finish(self, box_id: str, request: str) -> None:
-        """Ends the provider's box; where that fails, the next start or `close` tries again, and its age ends it."""
+        """Ends the provider's box; if that fails, the next start or `close` tries again, and its age ends it."""
         self._living.discard(box_id)
         try:
             await self._end(box_id)
@@ -229,7 +230,7 @@ class ManagedSandbox(LimitedSandbox):
             raise ApiUnavailable(f"{self.config.backend}: {doing}: no answer in {limit_s:g} s") from error
 
     async def _copy(self, session: Session, slot: SessionSlot) -> BoxCopy:
-        """With a root of its own, where the provider makes images of boxes: an image, and /tmp beside it.
+        """With its own root, if the provider makes images of boxes: an image, and /tmp next to it.
 
         Whether such an image has /tmp, which may be in memory, differs.
         """

@@ -110,7 +110,7 @@ class BoxPool:
         return sum(map(len, self._warm.values()))
 
     async def take(self, label: str, image: str | None, timeout_s: float, needs: BoxNeeds | None = None) -> Session:
-        """A responsive box of `image`; it belongs to the taker until `give_back`. With `needs` it is no warm one.
+        """A responsive box of `image`; it belongs to the taker until `give_back`. With `needs` it is not a warm one.
 
         Raises:
             SandboxBusy: no slot came free in `timeout_s`.

@@ -194,7 +194,7 @@ async def show(entry: ThisSession) -> SessionView:
 
 @router.delete("/sessions/{session_id}", status_code=204)
 async def end(session_id: str, server: ThisServer, caller: ThisCaller) -> None:
-    """End the box and everything in it. A session that is gone already is no error."""
+    """End the box and everything in it. A session that is gone already is not an error."""
     entry = server.sessions.entries.get(session_id)
     if entry is not None and entry.caller is caller:
         await server.sessions.end(entry)
@@ -218,7 +218,7 @@ MaxBytes = Annotated[int, Query(ge=0, le=MAX_FILE_BYTES)]
 
 @dataclass(frozen=True, slots=True)
 class SessionTarget:
-    """The session of a request, and the request's key where it has one."""
+    """The session of a request, and the request's key if it has one."""
 
     server: ServerState
     entry: SessionEntry

@@ -40,7 +40,7 @@ class Value:
     start: int
     text: str
     key: str
-    """The name before it, as in ``"expected": 7``; empty where there is none."""
+    """The name before it, as in ``"expected": 7``; empty if there is none."""
     last: bool
     """Nothing comes after it in its line."""
 

@@ -32,7 +32,7 @@ ParameterValues = Sequence[Sequence[Mapping[str, str]]]
 
 @dataclass(frozen=True, slots=True)
 class BoxChanges:
-    """The expectations of the tests of a grading box. A box shows nothing else, so that no box is told from another
+    """The expectations of the tests of a grading box. A box shows nothing else, so that no box differs from another
     one.
     """
 
@@ -54,7 +54,7 @@ class Verdicts(Protocol):
 
     @property
     def doubt(self) -> str:
-        """Why no outcome counts; empty where they do."""
+        """The reason why no outcome counts; empty if they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Round:
         return not ran.doubt and passed == set(self.right)
 
     def doubt(self, ran: Verdicts, outcomes: Mapping[str, str]) -> str:
-        """Why the true round's `outcomes` must not be believed after this round; empty where they may be."""
+        """Why the true round's `outcomes` must not be believed after this round; empty if they may be."""
         if self.is_true:
             return ""
         if any(outcomes[test] == "passed" == self._outcome(ran, test) for test in self.wrong):

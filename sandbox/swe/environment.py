@@ -60,7 +60,7 @@ class SweEnvironment:
         return await self.session.run(argv, timeout_s=timeout_s)
 
     async def apply(self, patch: bytes) -> None:
-        """All of a patch, or nothing of it. Raises `PatchError` with git's words where it does not fit."""
+        """All of a patch, or nothing of it. Raises `PatchError` with git's words if it does not fit."""
         if not patch.strip():
             return
         try:

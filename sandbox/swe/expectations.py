@@ -2,7 +2,7 @@
 
 Only what certainly fails where the test itself passes is changed here: an assertion at the top of a test's body, which
 nothing before it can have jumped over. A literal is changed within its own form (a letter for a letter, a digit for a
-digit), so that nothing but its meaning tells the wrong one from the right one. Where a test has no literal, the
+digit), so that only its meaning separates the wrong one from the right one. Where a test has no literal, the
 expected side of an equality is put into a list, and other comparisons are inverted.
 
 What a test takes from its parameters or from a constant of its module is listed as well; a change there has to be
@@ -171,7 +171,7 @@ def _turned(statement: ast.stmt, source: Source, dice: random.Random) -> Iterato
 
 
 def _in_a_list(sides: Sequence[ast.expr], source: Source, dice: random.Random) -> Edit:
-    """``a == b`` as ``a == [b, 7]``: an object that equals everything passes it, where it would fail ``a != b``.
+    """``a == b`` as ``a == [b, 7]``: an object that equals everything passes it, while it would fail ``a != b``.
 
     Of two elements: an array of one would be compared element by element and come out true.
     """

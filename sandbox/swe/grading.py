@@ -83,7 +83,7 @@ class TaskCheck:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why it is not sound; empty where it is."""
+        """The reason why it is not sound; empty if it is."""
         failed = [one for one in self.oracle if not one.resolved]
         reasons = [f"the reference patch does not pass: {_failures(one)}" for one in failed[:1]]
         if any(one.share > 0 for one in self.null):

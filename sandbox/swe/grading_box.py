@@ -1,7 +1,7 @@
 """A grading box: the task's tests, run with a patch in a fresh box.
 
 Every box of a grading gets the same calls in the same order, and the same files written last: only what its tests
-expect tells it from another one.
+expect distinguishes it from another one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GradingBoxes:
     async def read(self) -> Mapping[str, bytes]:
         """Return hidden tests and their data as the task has them, without a patch.
 
-        Raises `SweTaskError` where they do not fit the snapshot, or the box has no pytest.
+        Raises `SweTaskError` if they do not fit the snapshot, or the box has no pytest.
         """
         async with self._box() as workspace:
             await check_runner(workspace, self.task)
@@ -151,7 +151,7 @@ def _nothing(task: SweTask, doubt: str) -> GradingRun:
 # ---- what a patch makes of the snapshot
 @dataclass(frozen=True, slots=True)
 class TreeEntry:
-    """One path of a changed tree; ``000000`` where it is gone."""
+    """One path of a changed tree; ``000000`` if it is gone."""
 
     mode: str
     sha: str

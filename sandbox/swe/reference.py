@@ -1,7 +1,7 @@
 """Facts that a task's reference patch proves: the changed values that its tests notice, the data files that may be
 hidden.
 
-Learnt once per task and process, in boxes of its own. A decoy that is not certain by itself (a parameter's value, a
+Learnt once per task and process, in separate boxes. A decoy that is not certain by itself (a parameter's value, a
 constant, a data file) is used only where the reference patch, which passes the task's tests, fails the changed ones
 and passes the others.
 """
@@ -40,7 +40,7 @@ from penstock.sandbox.swe.task import SweTask
 ROOM = 16.0
 """Time limits of the reference patch, in those of the task."""
 PATIENCE = 4.0
-"""Time limits of another patch, in what the reference patch uses, where that is more than the task's."""
+"""Time limits of another patch, in what the reference patch uses, if that is more than the task's."""
 ATTEMPTS = (*((strategy, 1.0) for strategy in STRATEGIES[:-1]), *[(STRATEGIES[-1], 0.4)] * 2)
 """How values of data files are tried: all likely expectations at once, and some of all values, since a test whose input
 changed shows nothing about what it expects."""

@@ -41,7 +41,7 @@ class Grade:
 
     @property
     def reason(self) -> str:
-        """Why the task is not resolved: `doubt`, or the tests that did not pass; empty where it is resolved."""
+        """Why the task is not resolved: `doubt`, or the tests that did not pass; empty if it is resolved."""
         others = self._others()
         if self.doubt or not others:
             return self.doubt
@@ -88,14 +88,14 @@ class SignedOutcomes:
     stopped: str = ""
     """The test that hung, where the run ended behind it: what it had not come to cannot change the verdict."""
     collected: tuple[tuple[str, Mapping[str, str]], ...] = ()
-    """Each test in order with digests of its parameters, where that was asked for."""
+    """Each test in order with digests of its parameters, if that was asked for."""
     parameters: dict[str, list[list[dict[str, str]]]] = field(default_factory=dict)
-    """Values of expected parameters, where they were asked for."""
+    """Values of expected parameters, if they were asked for."""
     outcomes: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def doubt(self) -> str:
-        """Why the outcomes must not be believed; empty where they may be."""
+        """Why the outcomes must not be believed; empty if they may be."""
         if self.canaries is None:
             return "the run ended before its first test"
         wrong = [test for test in self.canaries if self.outcomes.get(test, "failed") != "failed"]

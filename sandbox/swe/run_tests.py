@@ -30,7 +30,7 @@ class TestOutcomes:
 
     outcomes: Mapping[str, str]
     doubt: str
-    """Why no outcome counts; empty where they do."""
+    """The reason why no outcome counts; empty if they do."""
     output: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     collected: tuple[tuple[str, Mapping[str, str]], ...] = ()

@@ -97,7 +97,7 @@ _PLAIN = (
 
 
 def load_tasks(path: Path) -> list[SweTask]:
-    """A task per line of a JSONL file; relative folders are beside the file. Raises `SweTaskError` with the line."""
+    """A task per line of a JSONL file; relative folders are next to the file. Raises `SweTaskError` with the line."""
     tasks = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -110,7 +110,7 @@ def _load(line: str, where: str, base: Path) -> SweTask:
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
-            raise SweTaskError("it is no JSON object")
+            raise SweTaskError("it is not a JSON object")
         return SweTask.from_row(row, base)
     except (ValueError, SweTaskError) as error:
         raise SweTaskError(f"{where}: {error}") from error
@@ -181,7 +181,7 @@ class PytestCommand:
 
     @classmethod
     def parse(cls, command: str) -> PytestCommand | None:
-        """None where it is another command."""
+        """None if it is another command."""
         words = shlex.split(command)
         variables = {}
         while words and _VARIABLE.match(words[0]):

@@ -32,12 +32,12 @@ ArchiveMember = tuple[str, int, int, bytes]
 def snapshot_of(repository: Path, commit: str | None) -> bytes:
     """A gzipped tar. Blobs as git stores them: no attribute, filter or line-ending setting changes a byte.
 
-    A folder is read once per process. Raises `SweTaskError` where it cannot be read.
+    A folder is read once per process. Raises `SweTaskError` if it cannot be read.
     """
     if (repository / ".git").exists() or commit is not None:
         return _pack(_files_of_commit(repository, commit or "HEAD"))
     if not repository.is_dir():
-        raise SweTaskError(f"repository {repository} is no folder")
+        raise SweTaskError(f"repository {repository} is not a folder")
     return _pack(_files_of_folder(repository))
 
 
@@ -45,7 +45,7 @@ def snapshot_of(repository: Path, commit: str | None) -> bytes:
 def packages_of(folder: Path) -> bytes:
     """A gzipped tar of a folder of Python packages; times are kept, so its byte code is valid in the box."""
     if not folder.is_dir():
-        raise SweTaskError(f"packages {folder} is no folder")
+        raise SweTaskError(f"packages {folder} is not a folder")
     return _pack(_files_of_folder(folder))
 
 
@@ -130,7 +130,7 @@ class Workspace:
 
     @classmethod
     async def find(cls, session: Session, task: SweTask, limits: SweLimits) -> Workspace:
-        """Return the workspace of this box; makes its folders. Raises `SweTaskError` where they cannot be made."""
+        """Return the workspace of this box; makes its folders. Raises `SweTaskError` if they cannot be made."""
         make = 'mkdir -p "$1" "$2" && cd -- "$2" && pwd -P && cd - >/dev/null && cd -- "$1" && pwd -P'
         argv = ["sh", "-c", make, "swe", ".penstock_swe", task.folder]
         result = await session.run(argv, timeout_s=limits.command_timeout_s)
@@ -156,7 +156,7 @@ class Workspace:
         return result
 
     async def upload(self, name: str, data: bytes) -> str:
-        """The file's path in the box; in parts where it is larger than one call may carry. Raises `SweTaskError`."""
+        """The file's path in the box; in parts if it is larger than one call may carry. Raises `SweTaskError`."""
         target = posixpath.join(self.state, name)
         try:
             if len(data) <= PART_BYTES:
@@ -191,7 +191,7 @@ class Workspace:
         except (ScriptFailed, OSError) as error:
             fix = "the box needs git and tar, and room: sandbox.tmp_mb, sandbox.memory_mb"
             if task.repository is None:
-                fix = "the image needs git; take history out of it where it is built: `RUN rm -rf /testbed/.git`"
+                fix = "the image needs git; take history out of it in its Dockerfile: `RUN rm -rf /testbed/.git`"
             text = f"task {task.instance_id}: the repository cannot be placed: {error} ({fix})"
             raise SweTaskError(text) from error
         if await self.read("diff.patch", 1):

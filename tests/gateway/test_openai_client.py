@@ -225,7 +225,7 @@ async def test_refusals_have_a_status_and_a_cause(server: Server) -> None:
         (f"{path}/v1/chat/completions", {"model": MODEL}, 400, "messages"),
         (f"{path}/v1/chat/completions", [], 400, "JSON object"),
         ("/episodes", {"wait_s": -1}, 400, "wait_s"),
-        ("/episodes/nonsense/finish", {}, 404, "no handle"),
+        ("/episodes/nonsense/finish", {}, 404, "not a handle"),
     ]
     for where, body, status, words in cases:
         content = json.dumps(body)

@@ -66,7 +66,7 @@ def test_paths_that_are_a_boxs_own_are_refused(inside: str) -> None:
 
 @pytest.mark.bwrap
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SandboxError, match=r"sandbox\.folders\./agents: .*nothing is no folder"):
+    with pytest.raises(SandboxError, match=r"sandbox\.folders\./agents: .*nothing is not a folder"):
         make_sandbox(CONFIG.model_copy(update={"folders": {"/agents": str(tmp_path / "nothing")}}), "tests")
 
 

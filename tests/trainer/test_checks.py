@@ -36,7 +36,7 @@ ALGORITHMS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"advantage": "gae", "sources": {"a": {"advantage": "grpo"}}}, {}, r"trainer\.advantage=gae needs a critic"),
     ({"sources": {"a": {"advantage": "grp"}}}, {}, "grpo"),
     ({"sources": {"a": {"advantage": "grpo", "advantage_options": {"gama": 1}}}}, {}, "gama"),
-    ({"sources": {"a": {"advantage_options": {"gamma": 1}}}}, {}, "name it beside them"),
+    ({"sources": {"a": {"advantage_options": {"gamma": 1}}}}, {}, "name it as well"),
     ({"sources": {"a": {"group_size": 1}}}, {}, r"trainer\.sources\.a\.group_size is 1, and trainer\.advantage=grpo"),
     ({"sources": {"a": {"group_size": 0}}}, {}, "greater than or equal to 1"),
     ({"sources": {"a": {"advantage": "rloo", "group_size": 1}}}, {}, "compares the episodes of one task"),

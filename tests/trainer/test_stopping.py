@@ -57,7 +57,7 @@ def test_patience_ends_with_the_last_value_that_was_no_better(values: list[float
 
 
 def test_it_says_since_when_nothing_got_better() -> None:
-    assert verdict([0.1, 0.5, 0.2, 0.3], patience=2) == "reward is no better than 0.5, of version 2, in 2 values since"
+    assert verdict([0.1, 0.5, 0.2, 0.3], patience=2) == "reward is not better than 0.5, of version 2, in 2 values since"
 
 
 def test_what_is_no_number_counts_for_nothing_and_without_conditions_nothing_ends() -> None:

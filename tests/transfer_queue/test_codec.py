@@ -90,7 +90,9 @@ def expected(sent: Trajectory, fields: list[str]) -> FieldValues:
 def test_an_unknown_field_is_refused_with_the_valid_ones() -> None:
     blob = encode_trajectory(trajectory(LEASE))
     for name in ("advantages", "segments", ""):
-        with pytest.raises(QueueError, match=f"'{name}' is no field of a trajectory; one of prompt_ids, .*data_source"):
+        with pytest.raises(
+            QueueError, match=f"'{name}' is not a field of a trajectory; one of prompt_ids, .*data_source"
+        ):
             get_fields(blob, ["response_mask", name])
 
 

@@ -270,7 +270,7 @@ async def test_an_argument_that_cannot_be_sent_is_not_repeated(connection: Conne
     async with asyncio.timeout(10):  # half of the deadline
         with pytest.raises(DataError):
             await connection.command("SET", "a", {"not": "bytes"})
-        with pytest.raises(DataError, match="SET: int beside a payload"):
+        with pytest.raises(DataError, match="SET: int next to a payload"):
             await connection.command("SET", "a", memoryview(b"bytes"), 5)
     assert await connection.command("GET", "a") is None
 

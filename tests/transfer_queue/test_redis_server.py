@@ -247,7 +247,7 @@ async def test_a_server_that_does_not_end_is_killed(tmp_path: Path) -> None:
         ({"password": 'quote"quote"'}, "at least 8"),
         ({"users": ["trainer on"]}, "users: 'trainer on' is not one line that starts with 'user '"),
         ({"users": ["user a on\nport 1"]}, "users: "),
-        ({"host": "localhost"}, "host 'localhost' is no IPv4 address"),
+        ({"host": "localhost"}, "host 'localhost' is not an IPv4 address"),
         ({"tls_cert": Path("c")}, "TLS needs all three"),
         ({"unix_socket": Path("/s"), "cluster": True}, "unix_socket: "),
         ({"unix_socket": Path("/s"), **TLS}, "unix_socket: "),

@@ -71,7 +71,7 @@ def test_a_link_in_the_place_of_a_version_is_refused(tmp_path: Path) -> None:
         read_verified(manifest)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(WeightsRefused, match="no regular file"):
+    with pytest.raises(WeightsRefused, match="not a regular file"):
         read_verified(manifest)
 
 

@@ -96,7 +96,7 @@ CLOSE_DEADLINE_S = 5.0
 
 
 class McpConnection:
-    """Connects at the first call and, where it `reconnects`, again after a break."""
+    """Connects at the first call and, if it `reconnects`, again after a break."""
 
     def __init__(
         self, server: McpServer, connect_deadline_s: float = CONNECT_DEADLINE_S, *, reconnects: bool = True
@@ -113,7 +113,7 @@ class McpConnection:
     async def client(self) -> Any:
         """The SDK's `Client`, connected. Raises `ToolUnavailable`: nothing was asked of the server yet.
 
-        Raises `ToolInfraError` after a break where it does not reconnect.
+        Raises `ToolInfraError` after a break if it does not reconnect.
         """
         async with self._opening:
             if self._owner is None or self._owner.done():

@@ -43,12 +43,12 @@ class McpTool(BaseTool):
         self._per_episode = per_episode
         if per_episode:
             # Another process or session of the server knows nothing of the earlier calls, and they may have had
-            # effects elsewhere: where it is lost, the episode starts afresh.
+            # effects elsewhere: if it is lost, the episode starts afresh.
             self.replayable = False
             self.turn_group = f"mcp {self.server.model_dump_json()}"
 
     async def create(self, task: Task) -> EpisodeConnection | None:
-        """Connected here: starting a server is no part of a call's time. Where a shared one fails here, the call tries
+        """Connected here: starting a server is not part of a call's time. Where a shared one fails here, the call tries
         again; where the episode's own fails, the infrastructure does. Raises `ToolUnavailable`."""
         state = None
         if self._per_episode:

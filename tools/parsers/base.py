@@ -50,7 +50,7 @@ class ToolCall:
     """One call as the model meant it. With `error` set it must not be dispatched: the model reads the error instead."""
 
     name: str
-    """Empty where it could not be read."""
+    """Empty if it could not be read."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     call_id: str = ""
     """``call_0``, ``call_1`` ...: position in the turn."""
@@ -77,7 +77,7 @@ class ToolCallParser(Protocol):
 
     @property
     def closing(self) -> str:
-        """The mark that every call ends with. Empty where there is none."""
+        """The mark that every call ends with. Empty if there is none."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
         """Never raises, whatever `text` is; malformed calls have `error` set. Time is linear in the text's length.

@@ -2,7 +2,7 @@
 
 ``<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "python", "parameters": {"code": "1 + 1"}}, ...]<|END_ACTION|>``.
 
-Results are written beside that number, so the ones of a turn must count up by one; a call may leave it out. A lone
+Results are written with that number, so the ones of a turn must count up by one; a call may leave it out. A lone
 object in place of the list is one call.
 """
 

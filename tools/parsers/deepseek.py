@@ -43,7 +43,7 @@ def _read_call(text: str, start: int, turn: TurnBuilder) -> int:
     elif head[1] == "function":
         name, body, fence = line[1], line.end(), FENCE
     else:
-        raise Malformed(f"there is no kind of tool {head[1][:80]!r}, only function")
+        raise Malformed(f"unknown kind of tool {head[1][:80]!r}, only function is known")
     arguments, end = read_arguments(text, body, name)
     end = expect(text, expect(text, end, fence), END_CALL)
     turn.call(name, arguments)

@@ -22,7 +22,7 @@ class PairTags:
         self.pair_shape = f"{self.key}KEY{self.end_key}\n{self.value}VALUE{self.end_value}\n{self.end_call}"
 
     def read_call(self, text: str, position: int, reader: ArgumentReader, turn: TurnBuilder) -> int:
-        """Adds the call whose pairs and end stand at `position`; returns where it ends. Raises `Malformed`."""
+        """Adds the call whose pairs and end stand at `position`; returns its end. Raises `Malformed`."""
         while text.startswith(self.key, position := skip_space(text, position)):
             key, position = _until(text, position + len(self.key), self.end_key)
             value, position = _until(text, expect(text, position, self.value), self.end_value)

@@ -1,4 +1,4 @@
-"""JSON as models write it: read strictly, and refused where it is unusable."""
+"""JSON as models write it: read strictly, and refused if it is unusable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_u
 
 
 def read_json(text: str, start: int) -> tuple[Any, int]:
-    """(value, where it ends); space before it is skipped. Raises `Malformed`."""
+    """(value, its end); space before it is skipped. Raises `Malformed`."""
     try:
         value, end = DECODER.raw_decode(text, skip_space(text, start))
     except (ValueError, RecursionError) as error:
@@ -41,7 +41,7 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
 
 
 def read_arguments(text: str, start: int, name: str) -> tuple[dict[str, Any], int]:
-    """A JSON object that can be used as arguments of `name`, and where it ends. Raises `Malformed`."""
+    """A JSON object that can be used as arguments of `name`, and its end. Raises `Malformed`."""
     value, end = read_json(text, start)
     problem = "the arguments must be a JSON object" if not isinstance(value, dict) else unusable([name, value])
     if problem:
@@ -50,7 +50,7 @@ def read_arguments(text: str, start: int, name: str) -> tuple[dict[str, Any], in
 
 
 def add_call(turn: TurnBuilder, value: Any, arguments_key: str = "arguments", also: Sequence[str] = ()) -> None:
-    """Adds the call that the JSON object `value` is: a name, arguments and, where it likes, the keys in `also`."""
+    """Adds the call that the JSON object `value` is: a name, arguments and, optionally, the keys in `also`."""
     problem = _problem_with(value, ("name", arguments_key), also)
     if problem is None:
         turn.call(value["name"], value[arguments_key], id_of(value))
@@ -60,7 +60,7 @@ def add_call(turn: TurnBuilder, value: Any, arguments_key: str = "arguments", al
 
 
 def id_of(value: Mapping[str, Any]) -> str:
-    """The id that a call was written with; empty where it has none, or one that no template could take."""
+    """The id that a call was written with; empty if it has none, or one that no template could take."""
     written = value.get("id")
     return written if isinstance(written, str) and _ID.fullmatch(written) else ""
 
@@ -73,7 +73,7 @@ def arguments_key(value: Any, usual: str, other: str) -> str:
 def read_call_list(
     text: str, start: int, keys: tuple[str, str] = ("name", "arguments"), also: Sequence[str] = ()
 ) -> tuple[list[NamedCall], int]:
-    """The calls of a JSON list of objects with these `keys`, and where it ends. Raises `Malformed`."""
+    """The calls of a JSON list of objects with these `keys`, and its end. Raises `Malformed`."""
     values, end = read_json(text, start)
     return named_calls(values, keys, also), end
 
@@ -81,7 +81,7 @@ def read_call_list(
 def named_calls(
     values: Any, keys: tuple[str, str] = ("name", "arguments"), also: Sequence[str] = ()
 ) -> list[NamedCall]:
-    """The calls that the JSON list `values` is: `keys` of a name and its arguments, and where it likes those in `also`.
+    """The calls that the JSON list `values` is: `keys` of a name and its arguments, and optionally those in `also`.
 
     Raises `Malformed`.
     """

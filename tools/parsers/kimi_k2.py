@@ -1,4 +1,4 @@
-"""Kimi K2, K2.5: special tokens around each call and around them all, with an id that results are written beside.
+"""Kimi K2, K2.5: special tokens around each call and around them all, with an id that results refer to.
 
 ``<|tool_calls_section_begin|><|tool_call_begin|>functions.python:0<|tool_call_argument_begin|>{"code": "1 + 1"}
 <|tool_call_end|><|tool_calls_section_end|>``; the number counts the calls of a conversation.

@@ -94,4 +94,4 @@ def _json_of(text: str) -> Any:
     try:
         return DECODER.decode(text.strip())
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"{text[:80]!r} is no JSON, which every type but string promises") from error
+        raise Malformed(f"{text[:80]!r} is not JSON, which every type but string promises") from error

@@ -21,11 +21,11 @@ MAX_NUMBER = 400
 _BREAKS = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\0"})
 
 ReadScalar = Callable[[str, int], tuple[Any, int]]
-"""(text, where a value begins) → (value, where it ends). Raises `Malformed`."""
+"""(text, where a value begins) → (value, its end). Raises `Malformed`."""
 
 
 def read_literal(text: str, start: int) -> tuple[Any, int]:
-    """The literal at `start`, space before it skipped, and where it ends. Raises `Malformed`."""
+    """The literal at `start`, space before it skipped, and its end. Raises `Malformed`."""
     return read_value(text, start, read_scalar, read_text, 0)
 
 

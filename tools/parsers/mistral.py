@@ -1,7 +1,7 @@
 """Mistral: ``[TOOL_CALLS][{"name": "python", "arguments": {"code": "1 + 1"}, "id": "a1b2c3d4e"}]``, a list of calls;
 
 since tokenizer version 11 ``[TOOL_CALLS]python[CALL_ID]a1b2c3d4e[ARGS]{"code": "1 + 1"}``, once per call and with or
-without an id. Both are read, whichever the model writes; results are written beside the id.
+without an id. Both are read, whichever the model writes; results are written with the id.
 """
 
 from __future__ import annotations

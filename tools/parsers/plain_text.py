@@ -13,7 +13,7 @@ from penstock.tools.parsers.literal import read_literal
 from penstock.tools.parsers.turn import Malformed, tool_name
 
 _WORDS = {"True": True, "False": False, "None": None}
-"""Python's spelling, which templates write where they print a value as it is."""
+"""Python's spelling, which templates write if they print a value as it is."""
 
 
 class ArgumentReader:
@@ -48,7 +48,7 @@ class ArgumentReader:
 def typed(text: str, types: set[str]) -> Any:
     """`text` as a value of one of the JSON `types`; what does not fit stays text, for the argument check to report.
 
-    Where the schema takes text, text it is, but for ``null`` where that is allowed too. Without types: what is a
+    Where the schema takes text, text it is, but for ``null`` if that is allowed too. Without types: what is a
     whole JSON value other than a text, else the text.
     """
     if "string" in types:
@@ -82,6 +82,6 @@ def _literal_or_text(text: str) -> Any:
 
 
 def argument_schema(name: str, tools: Sequence[Mapping[str, Any]]) -> ArgumentSchema:
-    """Return the schema of the tool `name`; one without arguments if there is no such tool."""
+    """Return the schema of the tool `name`; one without arguments if the tool is unknown."""
     schemas = (tool["function"].get("parameters") for tool in tools if tool["function"]["name"] == name)
     return ArgumentSchema(next(schemas, None))

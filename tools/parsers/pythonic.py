@@ -7,8 +7,8 @@ list with words before or behind it is content, as one that a model quotes. An a
 does, ``[NAME(KEY=`` or ``[NAME()``, and cannot be read is a malformed call.
 
 Values are read as Python or JSON spells them. Templates write more than that, and it is read too: a text whose quotes
-are not escaped (Llama 4: ``x="say "hi""``) or that has none (ToolACE: ``x=1 < 2``) goes on to the next ``, KEY=`` or
-the end of its call, and a quoted value is what its schema says where that takes no text. A text that holds such an
+are not escaped (Llama 4: ``x="say "hi""``) or that has none (ToolACE: ``x=1 < 2``) continues to the next ``, KEY=`` or
+the end of its call, and a quoted value is what its schema says if that takes no text. A text that holds such an
 end cannot be distinguished from one.
 """
 
@@ -85,7 +85,7 @@ class Lfm2Parser(MarkedParser):
 
 
 def _read_answer(text: str, start: int, tools: Tools) -> tuple[list[NamedCall], int] | None:
-    """The calls of a list that is all that stands from `start` on; None where it does not begin as one, or other text
+    """The calls of a list that is all that stands from `start` on; None if it does not begin as one, or other text
     stands behind it. Raises `Malformed`."""
     match = _LIST.match(text, start)
     if match is None:
@@ -96,7 +96,7 @@ def _read_answer(text: str, start: int, tools: Tools) -> tuple[list[NamedCall], 
 
 def _starts(text: str) -> list[int]:
     """Return the places where an answer may begin: with the text, or behind a thought. A value may spell ``</think>``
-    too, so a thought ends at the first one or at the last one; what is malformed is told of the last place alone.
+    too, so a thought ends at the first one or at the last one; an error is reported of the last place alone.
     """
     if THOUGHT not in text:
         return [0]
@@ -105,7 +105,7 @@ def _starts(text: str) -> list[int]:
 
 
 def _read_list(text: str, position: int, tools: Tools) -> tuple[list[NamedCall], int]:
-    """The calls of a list behind its ``[``, and where it ends. Raises `Malformed`."""
+    """The calls of a list behind its ``[``, and its end. Raises `Malformed`."""
     calls: list[NamedCall] = []
     while not text.startswith("]", position := skip_space(text, position)):
         if len(calls) > MAX_CALLS:
@@ -167,7 +167,7 @@ def _read_quoted(text: str, start: int, quote: str) -> tuple[str, int]:
 
 
 def _read_unquoted(text: str, start: int, types: set[str], problem: Malformed) -> tuple[Any, int]:
-    """Text that was meant to have quotes. Raises `problem` where it cannot be that."""
+    """Text that was meant to have quotes. Raises `problem` if it cannot be that."""
     match = _UNQUOTED.match(text, start)
     if match is None or not match[0] or match[0][0] in "[{" or (types and "string" not in types):
         raise problem

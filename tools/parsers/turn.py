@@ -18,7 +18,7 @@ THOUGHT = "</think>"
 UNREAD = " (what follows it was not read)"
 
 NAME = r"[^\s<>{}\[\]\"`]{1,256}"
-"""Of a tool, where no quotes say where it ends."""
+"""Name of a tool without quotes around it."""
 _SPACE = re.compile(r"\s*")
 
 
@@ -54,7 +54,7 @@ class TurnBuilder:
             self.call(name, arguments)
 
     def malformed(self, problem: str, name: str = "") -> None:
-        """`name`: where it could be read."""
+        """`name`: if it could be read."""
         error = f"malformed tool call: {problem}; {self._shape}"
         self._add(ToolCall(name if name.isascii() else "", call_id=self._next_id(), error=error))
 
@@ -145,7 +145,7 @@ class SectionParser(MarkedParser):
 
     @abstractmethod
     def read_call(self, text: str, position: int, turn: TurnBuilder, tools: Tools) -> int:
-        """Adds the call at `position`; returns where it ends. Raises `Malformed`."""
+        """Adds the call at `position`; returns its end. Raises `Malformed`."""
 
 
 NamedCall = tuple[str, Mapping[str, Any]]
@@ -182,7 +182,7 @@ def read_unmarked(text: str, begins: re.Pattern[str], shape: str, read: ReadList
 
 
 def _behind(text: str, body: int, opening: str, closing: str) -> int:
-    """Behind the closing mark, or at the next call where that comes first."""
+    """Behind the closing mark, or at the next call if that comes first."""
     close, following = text.find(closing, body), text.find(opening, body)
     if close >= 0 and (following < 0 or close < following):
         return close + len(closing)
@@ -190,10 +190,10 @@ def _behind(text: str, body: int, opening: str, closing: str) -> int:
 
 
 def tool_name(text: str) -> str:
-    """`text` where it is a name. Raises `Malformed`."""
+    """`text` if it is a name. Raises `Malformed`."""
     if not re.fullmatch(NAME, text):
         raise Malformed(
-            "the name of the tool is missing" if not text.strip() else f"{text[:80]!r} is no name of a tool"
+            "the name of the tool is missing" if not text.strip() else f"{text[:80]!r} is not a name of a tool"
         )
     return text
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class BadCorpus(ValueError):
-    """A line that is no passage; the text names the file and the line."""
+    """A line that is not a passage; the text names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def read_passages(path: Path, on_progress: Callable[[int], None] = lambda _: Non
         on_progress: called from time to time with the bytes read.
 
     Raises:
-        BadCorpus: a line is no JSON object with the keys above.
+        BadCorpus: a line is not a JSON object with the keys above.
     """
     done_bytes = 0
     with path.open("rb") as file:

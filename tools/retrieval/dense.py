@@ -59,14 +59,14 @@ class DenseIndex:
 def open_or_build_dense(
     corpus: Path, model_name: str, folder: Path | None = None, on_progress: Callable[[int], None] = lambda _: None
 ) -> DenseIndex:
-    """The dense index of `corpus` in `folder` (default: ``CORPUS.dense`` beside it); built where missing or outdated.
+    """The dense index of `corpus` in `folder` (default: ``CORPUS.dense`` next to it); built where missing or outdated.
 
     Args:
         model_name: folder or hub name of a sentence-transformers model.
         on_progress: called with the bytes of the corpus encoded so far.
 
     Raises:
-        BadCorpus: the file is missing, empty, or a line is no passage.
+        BadCorpus: the file is missing, empty, or a line is not a passage.
         IndexFailed: the model cannot be loaded, no disk space, or the libraries are missing.
     """
     model = _load(model_name)
@@ -84,7 +84,7 @@ def _load(model_name: str) -> Any:
     try:
         return SentenceTransformer(model_name)
     except (OSError, ValueError) as error:
-        raise IndexFailed(f"{model_name} is no sentence-transformers model that can be loaded: {error}") from error
+        raise IndexFailed(f"{model_name} is not a sentence-transformers model that can be loaded: {error}") from error
 
 
 def _write(corpus: Path, building: Path, model: Any, on_progress: Callable[[int], None]) -> int:

@@ -1,4 +1,4 @@
-"""The folder of an index: built beside its place, moved there when it is whole, kept until its corpus changes.
+"""The folder of an index: built next to its place, moved there when it is whole, kept until its corpus changes.
 
 INDEX.building/  ──write, manifest, rename──►  INDEX/      a killed build leaves no INDEX, the next one starts over
 """
@@ -32,7 +32,7 @@ class Manifest:
 
 
 def ensure_built(corpus: Path, folder: Path, kind: str, write: Callable[[Path], int]) -> None:
-    """`folder` holds the index of `corpus`; built where it is missing or outdated.
+    """`folder` holds the index of `corpus`; built if it is missing or outdated.
 
     Args:
         write: fills an empty folder and returns the number of passages.
@@ -79,6 +79,6 @@ def _build(corpus: Path, folder: Path, manifest: Manifest, write: Callable[[Path
     (building / MANIFEST).write_text(json.dumps(asdict(manifest)))
     if folder.exists():  # only what an earlier build made is removed, never a folder that holds something else
         if not (folder / MANIFEST).is_file() and any(folder.iterdir()):
-            raise IndexFailed(f"{folder} exists and is no index of ours; choose another folder")
+            raise IndexFailed(f"{folder} exists and is not an index of ours; choose another folder")
         shutil.rmtree(folder)
     building.rename(folder)

@@ -53,13 +53,13 @@ class RetrievalIndex:
 def open_or_build(
     corpus: Path, folder: Path | None = None, on_progress: Callable[[int], None] = lambda _: None
 ) -> RetrievalIndex:
-    """The index of `corpus`, in `folder` (default: ``CORPUS.index`` beside it); built where it is missing or outdated.
+    """The index of `corpus`, in `folder` (default: ``CORPUS.index`` next to it); built if it is missing or outdated.
 
     Args:
         on_progress: called with the bytes of the corpus indexed so far.
 
     Raises:
-        BadCorpus: the file is missing, empty, or a line is no passage.
+        BadCorpus: the file is missing, empty, or a line is not a passage.
         IndexFailed: no disk space, no right to write, or tantivy is missing.
     """
     folder = folder or corpus.with_name(f"{corpus.name}.index")

@@ -1,4 +1,4 @@
-"""Advantage estimators: rewards, and where there is a critic values, to one advantage per sampled token.
+"""Advantage estimators: from rewards, and values if there is a critic, to one advantage per sampled token.
 
 One file each. An estimator sees the whole groups of one rank and is a pure function; what needs numbers of all ranks
 (whitening) it asks for in what it returns. Every segment of an episode gets its share of the episode's advantage.
@@ -59,7 +59,7 @@ class Episodes:
         return torch.bincount(self.token_episode, minlength=len(self.rewards)).double()
 
     def rewards_by_token(self) -> Tensor:
-        """[N] each reward where it fell: a turn's on its last token, the outcome on the episode's last one."""
+        """[N] each reward at its place: a turn's on its last token, the outcome on the episode's last one."""
         rewards = self.token_rewards.clone()
         add_at_last(rewards, self.turn_rewards, self.token_turn)
         add_at_last(rewards, self.rewards, self.token_episode)
@@ -110,7 +110,7 @@ class Advantages:
     tokens: Tensor
     """[N] float64"""
     returns: Tensor | None = None
-    """[N] what the critic is to learn; None where there is no critic"""
+    """[N] the targets of the critic; None without a critic"""
     whiten: bool = False
     """Shift and scale to mean 0 and variance 1 over the trained tokens of all ranks."""
 

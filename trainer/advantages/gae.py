@@ -5,7 +5,7 @@
     the critic learns A_n + V_n          from A before whitening
 
 Schulman et al. 2015, "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (arXiv:1506.02438),
-equation 16. What the environment says between two turns is no token of the policy: n + 1 is the next sampled one.
+equation 16. Text of the environment between two turns has no tokens of the policy: n + 1 is the next sampled one.
 """
 
 from __future__ import annotations

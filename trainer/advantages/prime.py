@@ -47,5 +47,5 @@ def others_mean(values: Tensor, group: Tensor) -> Tensor:
 
 
 def outcome_loss(rewards: Tensor, rest: Tensor, outcome: Tensor) -> Tensor:
-    """All [E]: Σ r of the tokens at hand (with gradient) and of the episode's others, o → L_φ [E]"""
+    """All [E]: Σ r of this pack's tokens (with gradient) and of the episode's others, o → L_φ [E]"""
     return torch.nn.functional.binary_cross_entropy_with_logits(rewards + rest, outcome, reduction="none")

@@ -1,4 +1,4 @@
-"""MIS, masked importance sampling: importance weights, and nothing at all from where they would be too large.
+"""MIS, masked importance sampling: importance weights, and 0 if the weight would be too large.
 
     w = ρ · 1[ρ ≤ cap],    ρ = π_prox / π_behave       of a token, of a whole segment (product), or its geometric mean
 

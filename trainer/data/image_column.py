@@ -1,4 +1,4 @@
-"""The column `images` of a dataset, as verl and EasyR1 have it: pictures beside the prompt, `<image>` in their places.
+"""The column `images` of a dataset, as verl and EasyR1 have it: pictures next to the prompt, `<image>` in their places.
 
     images   [{"bytes": b"…", "path": "a.png"}, …]      of Hugging Face's `Image`; bytes go before the path
              ["a.png", "data:image/png;base64,…", …]    paths, relative to the dataset's folder
@@ -75,7 +75,7 @@ def _parts(text: str, pictures: Iterator[str]) -> Iterator[Mapping[str, Any]]:
 
 
 def _next(pictures: Iterator[str]) -> Iterator[Mapping[str, Any]]:
-    """Nothing where there are too few: they are counted afterwards."""
+    """Yields nothing if there are too few: they are counted afterwards."""
     where = next(pictures, None)
     if where is not None:
         yield {"type": "image", "image": where}
@@ -100,7 +100,7 @@ def _picture(picture: Any, field: str, folder: Path) -> str:
         return picture
     whole = (folder / picture.removeprefix("file://")).resolve()
     if not whole.is_file():
-        raise BadImages(f"{field}: {whole} is no file")
+        raise BadImages(f"{field}: {whole} is not a file")
     return str(whole)
 
 

@@ -25,7 +25,7 @@ def sees_images(model: str) -> bool:
     """Return True if `model`, a folder or a hub's name, is loaded for training as a model of images and text.
 
     A kind that transformers also knows as a causal language model (Gemma 3, Qwen3.5) is trained as that, without
-    images. False where the folder says nothing: whoever loads it says why.
+    images. False where the folder does not say: loading it reports the reason.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import (
@@ -49,7 +49,7 @@ def encoded_images(images: EpisodeImages) -> list[list[bytes]]:
 
 
 def keep_images(images: EpisodeImages, folder: Path) -> None:
-    """Each in a file of its own, where it is not there already. Raises `UnreadableImages`, `OSError`."""
+    """Each in a separate file, unless that exists already. Raises `UnreadableImages`, `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in _read_all(images).items():
         if not (folder / name).exists():

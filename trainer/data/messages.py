@@ -1,7 +1,7 @@
 """Chat messages of a dataset's rows: prompts of tasks, with pictures or without, and conversations of `penstock sft`.
 
 A column, the calls of a message and the arguments of a call may be JSON as text: they become objects. A Parquet file
-fills keys that an object lacks with nulls, at every depth: they are left out. A null of JSON stays where it may be
+fills keys that an object lacks with nulls, at every depth: they are left out. A null of JSON stays if it may be
 meant, in the arguments of a call; elsewhere it says that a key is absent.
 """
 

@@ -1,7 +1,7 @@
 """Sources of training tasks: an endless shuffled stream of the dataset, or a curriculum.
 
 A task's name holds its place in the stream, so no name is given twice over restarts. Under a curriculum it ends with
-the row as well, ``train/0000/00000017/42``: a group's result is that of its row, whoever submitted it.
+the row as well, ``train/0000/00000017/42``: a group's result is that of its row, for any submitter.
 
 A curriculum survives its trainer: ``curriculum.jsonl`` has what each step said about its rows, and is cut to the
 checkpoint that a restarted trainer continues from, as ``steps.jsonl`` is. Weights that were changed while the run

@@ -90,9 +90,7 @@ def _files_of(path: Path) -> list[Path]:
         raise DataError(f"dataset {path}: a folder without .parquet, .jsonl or .ndjson files")
     splits = sorted({SHARD_NUMBER.sub("", file.stem) for file in files})
     if len(splits) > 1:
-        raise DataError(
-            f"dataset {path} holds files of {' and '.join(splits[:3])}: give one of them a folder of its own"
-        )
+        raise DataError(f"dataset {path} holds files of {' and '.join(splits[:3])}: give one of them a separate folder")
     return files
 
 

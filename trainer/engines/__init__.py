@@ -1,6 +1,6 @@
 """Training engines by name: who computes logprobs, gradients and updates. `trainer.engine` chooses one.
 
-An engine is a function (job, ranks) → `engine.Engine` in a file or folder of its own here, registered with a `check`
+An engine is a function (job, ranks) → `engine.Engine` in a separate file or folder here, registered with a `check`
 that refuses settings it cannot serve before anything is loaded. Importing it loads neither torch nor its libraries.
 """
 
@@ -37,7 +37,7 @@ def check_engine(config: TrainerConfig) -> None:
 
 
 def check_nodes(config: TrainerConfig, nodes: int) -> None:
-    """Raises `BadJob` where the ranks cannot be shared out over so many machines, as many on each."""
+    """Raises `BadJob` if the ranks cannot be divided evenly over `machines` machines."""
     here, rest = divmod(config.ranks, nodes)
     if rest or not here:
         raise BadJob(f"trainer.ranks={config.ranks} is not divisible by {nodes} machines: each has as many of them")

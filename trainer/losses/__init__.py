@@ -22,7 +22,7 @@ class Sequences:
     tokens: Tensor
     """[N] the number of these tokens"""
     rival: Tensor
-    """[N] `ratio` of the other episode of its pair; 0 where it is in none"""
+    """[N] `ratio` of the other episode of its pair; 0 if it is in none"""
     side: Tensor
     """[N] +1 for the better one of a pair, −1 for the worse one, 0 for the others"""
 
@@ -40,11 +40,11 @@ class LossInput:
     advantages: Tensor
     """[N]"""
     weights: Tensor
-    """[N] off-policy correction; 1 where there is none"""
+    """[N] off-policy correction; 1 if there is none"""
     segment: Tensor
     """[N] int64 from 0: the segment of each token, the sequence of sequence-level losses"""
     chosen: Tensor | None = None
-    """[N] bool, what the loss's `Choice` picked among all trained tokens of the minibatch; None where it has none"""
+    """[N] bool, what the loss's `Choice` picked among all trained tokens of the minibatch; None if it has none"""
     sequences: Sequences | None = None
     """Where the loss is registered with ``needs=("sequences",)``"""
 

@@ -1,4 +1,4 @@
-"""REINFORCE: the plain policy gradient, with the correction's weight where there is one.
+"""REINFORCE: the plain policy gradient, with the correction's weight if there is one.
 
     L = − w · A · logπ
 

@@ -66,7 +66,7 @@ def _described(ranks: Ranks, batch: StepBatch) -> str:
     shares = ranks.gather({"step": batch.step, "groups": batch.groups, "trained": trained, "rows": _digest(batch)})
     everywhere = [group for group in shares[0]["groups"] if all(group in one["groups"] for one in shares)]
     return "; ".join(
-        f"rank {rank}: step {one['step']}, {len(one['groups'])} groups, of its own "
+        f"rank {rank}: step {one['step']}, {len(one['groups'])} groups, only here "
         f"{_names([group for group in one['groups'] if group not in everywhere])}, "
         f"trains {_names(one['trained'])} (rows {one['rows']})"
         for rank, one in enumerate(shares)

@@ -70,7 +70,7 @@ class Ranks:
     def open(cls, timeout_s: float, layout: RankLayout = RankLayout(), *, patience_s: float | None = None) -> Ranks:
         """gloo for CPUs, nccl for GPUs; under torchrun its ranks, otherwise a group of this process alone.
 
-        Where they meet: `rendezvous_store`.
+        Their meeting place is `rendezvous_store`.
 
         Args:
             timeout_s: of a collective.
@@ -127,7 +127,7 @@ class Ranks:
         return self.max(float(flag)) > 0
 
     def meet(self, timeout_s: float | None = None) -> None:
-        """All ranks are here when it returns, however long each did or awaited something of its own before.
+        """All ranks are here when it returns, however long each worked or waited before.
 
         `timeout_s`: in place of the group's own; the ranks that are missing then are named. Raises `RuntimeError`.
         """

@@ -9,7 +9,7 @@
     silent     silent for `timeout_s`                                          a warning; all ranks end at `patience_s`
 
 A stopped process has no thread that runs, so its silence is the sign. A call that keeps Python's lock is silent, too,
-and may be slow work: only the kernel of its machine tells the two apart. On another machine both end the run at
+and may be slow work: only the kernel of its machine can distinguish the two. On another machine both end the run at
 `patience_s`, the deadline of a collective. A machine that is gone acknowledges nothing: its connection ends after
 `timeout_s`. A rank that waits in a collective for ever beats on; the collective's deadline ends it.
 """
@@ -79,12 +79,12 @@ class Peer:
 
 
 class Heartbeat:
-    """The thread of one rank. `start` is a collective; `leave` tells how the rank ends, `close` ends the thread."""
+    """The thread of one rank. `start` is a collective; `leave` reports how the rank ends, `close` ends the thread."""
 
     def __init__(self, rank: int, peers: list[Peer], timeout_s: float, patience_s: float) -> None:
         self._rank, self._peers = rank, peers
         self._finished_peers: list[Peer] = []
-        """Ranks that end. They are told of losses and of this rank's end as well: they listen for `FAREWELL_S`."""
+        """Ranks that end. They are notified of losses and of this rank's end as well: they listen for `FAREWELL_S`."""
         self._timeout_s, self._patience_s = timeout_s, patience_s
         self._sending = threading.Lock()
         self._over = threading.Event()
@@ -100,7 +100,7 @@ class Heartbeat:
 
     @classmethod
     def start(cls, ranks: Ranks, timeout_s: float, patience_s: float) -> Heartbeat | None:
-        """Returns None where there is no other rank, or `timeout_s` is 0. Raises `OSError` and `ValueError` where a
+        """Returns None without other ranks, or if `timeout_s` is 0. Raises `OSError` and `ValueError` if a
         rank does not connect within `START_S`."""
         if ranks.world == 1 or not timeout_s:
             return None
@@ -134,7 +134,7 @@ class Heartbeat:
         self._tell({"left": f"{type(error).__name__}: {error}"[:2000] if self._failed else ""})
 
     def close(self) -> None:
-        """Ends the thread. Blocks for `FAREWELL_S` where this rank failed and others are there."""
+        """Ends the thread. Blocks for `FAREWELL_S` if this rank failed and others are there."""
         self.leave(None, None, None)
         if self._failed:
             self._over.wait(FAREWELL_S)
@@ -207,7 +207,7 @@ class Heartbeat:
             peer.is_silent = True
             logger.warning(
                 "%s: nothing was heard of it for %.0f s. A call keeps its Python lock, or its machine is away; all "
-                "ranks end where it is silent for %.0f s (trainer.collective_timeout_s)",
+                "ranks end if it is silent for %.0f s (trainer.collective_timeout_s)",
                 peer,
                 silent_s,
                 self._patience_s,
@@ -233,7 +233,7 @@ class Heartbeat:
 
 
 def _accept(server: socket.socket, secret: str, count: int) -> list[Peer]:
-    """Strangers are sent away. Raises `TimeoutError`, which names the ranks that are missing."""
+    """Rejects connections of strangers. Raises `TimeoutError`, which names the ranks that are missing."""
     peers: list[Peer] = []
     deadline = time.monotonic() + START_S
     while len(peers) < count:

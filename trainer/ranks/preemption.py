@@ -1,7 +1,7 @@
-"""A step under way is given up when the trainer is told to stop, as long as it has changed no weight.
+"""A step under way is given up when the trainer receives the signal to stop, as long as it has changed no weight.
 
     begin_step ─► check ─► pack ─► check ─► pack ─► … ─► check ─► weights_change ─► optimizer step ─► …
-                    │ any rank was told to stop                      the step is finished from here on
+                    │ any rank received a stop                      the step is finished from here on
                     └─► StepGivenUp, on all ranks at the same place
 
 Its batch is still the queue's for that step: the next life of the trainer leases it again, and trains it once.
@@ -17,7 +17,7 @@ from penstock.trainer.ranks.distributed import Ranks
 
 
 class StepAbandoned(Exception):
-    """The trainer was told to stop before the step had changed a weight. Raised on all ranks."""
+    """The trainer received a stop before the step had changed a weight. Raised on all ranks."""
 
 
 class Preemption:
@@ -39,7 +39,7 @@ class Preemption:
         self._random = torch.get_rng_state()
 
     def check(self) -> None:
-        """A collective until `weights_change`. Raises `StepAbandoned` on all ranks where any was told to stop; torch's
+        """A collective until `weights_change`. Raises `StepAbandoned` on all ranks if any received a stop; torch's
         generator is then as before the step, since a checkpoint holds its state."""
         if not self._may_give_up or self._is_told is None:
             return

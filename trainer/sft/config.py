@@ -57,5 +57,5 @@ class SftConfig(BaseModel):
 
 
 def steps_of(sft: SftConfig, conversations: int) -> int:
-    """Optimizer steps over so many conversations."""
+    """Optimizer steps over `batch` conversations each."""
     return sft.steps or max(1, math.ceil(sft.epochs * conversations / sft.batch))

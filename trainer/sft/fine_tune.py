@@ -128,7 +128,7 @@ class FineTuning:
             self._records = Records(job.run_dir, Stopping(self._config.stop), sinks)
 
     def run(self, stopped: Callable[[], bool]) -> None:
-        """Until the last step, or until any rank is told to stop."""
+        """Until the last step, or until any rank receives a stop."""
         began = self._checkpoints.restore()
         if self._records is not None:
             self._records.rewind(began)
@@ -209,7 +209,7 @@ class FineTuning:
 
     # between steps -------------------------------------------------------------------------------------------------
     def _after(self, version: int) -> None:
-        """Validation and checkpoint, where they are due."""
+        """Validation and checkpoint, if they are due."""
         self._checkpoints.look()
         every = self._job.sft.eval_every
         if (every and version % every == 0) or version == self._config.steps:
@@ -303,7 +303,7 @@ class SftCheckpoints:
         return checkpoint.step
 
     def save(self, step: int) -> None:
-        """Begins to save the state after `step` steps; a no-op where it is saved. A collective."""
+        """Begins to save the state after `step` steps; a no-op if it is saved. A collective."""
         if step == self._saved:
             return
         self.settle()

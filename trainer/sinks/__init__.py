@@ -72,7 +72,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def plain_text(record: Record) -> str:
-    """Prompt and runs as they were fed and sampled, each under a line that says which; ids where there is no text."""
+    """Prompt and runs as they were fed and sampled, each under a line that says which; ids if there is no text."""
     head = f"{record['episode_id']}  reward {record['reward']}  {record['outcome']['kind']}"
     parts = [head]
     for segment in record["segments"]:

@@ -6,10 +6,10 @@
 
 A folder without ``complete``, or with a file that differs from it, is not a checkpoint. The folder is readable by its
 owner only: DCP's metadata is a pickle. Before a checkpoint is loaded its files are read and compared, by all ranks
-together where there are several (`restore`).
+together if there are several (`restore`).
 
 A checkpoint also holds the groups of the latest steps. A queue that loses its last seconds with its machine may forget
-steps that a checkpoint holds, committed ones too; the checkpoint tells it the groups of those steps again, and none is
+steps that a checkpoint holds, committed ones too; the checkpoint gives it the groups of those steps again, and none is
 trained twice.
 """
 
@@ -36,9 +36,9 @@ COMPLETE = "complete"
 WRITTEN = "written_{rank}.json"
 """A rank's fingerprints, until the checkpoint is sealed."""
 SAVE_BASE_S = 900.0
-"""Time to write, seal and commit a checkpoint, beside that for its bytes and for the version that it waits for."""
+"""Time to write, seal and commit a checkpoint, without that for its bytes and for the version that it waits for."""
 READ_BASE_S = 600.0
-"""Time to read files of a checkpoint and compare them, beside that for their bytes."""
+"""Time to read files of a checkpoint and compare them, without that for their bytes."""
 SLOWEST_BYTES_PER_S = 20e6
 """Of one rank's disk; a slower one stops the run."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -66,13 +66,13 @@ class CheckpointFailed(RuntimeError):
 
 
 class NotSaved(CheckpointFailed):
-    """A restart would not help: the disk is full, or the trainer was told to stop."""
+    """A restart would not help: the disk is full, or the trainer received a stop."""
 
 
 def failed_save(folder: Path, nbytes: int, error: BaseException) -> CheckpointFailed:
     """Return the failure of the unfinished checkpoint `folder` of `nbytes`, which is removed.
 
-    torch's `CheckpointException`, which is no `Exception`, has an error for each rank that failed.
+    torch's `CheckpointException`, which is not an `Exception`, has an error for each rank that failed.
     """
     errors = [one for one, _ in getattr(error, "failures", {}).values()] or [error]
     cause = next((one for one in errors if isinstance(one, OSError)), errors[0])
@@ -155,7 +155,7 @@ class CheckpointStore:
 
     def newest(self) -> CheckpointInfo | None:
         """The newest whole checkpoint, found by this process alone (several ranks: `restore.newest_whole`). A damaged
-        one is said in the log and set aside under another name, so that it neither counts among those kept nor stands
+        one is logged and set aside under another name, so that it neither counts among those kept nor stands
         in the way of a new one."""
         while (marked := self.newest_marked()) is not None:
             problem = damage_in(marked.info.path, marked.files)

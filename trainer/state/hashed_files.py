@@ -1,4 +1,4 @@
-"""Files of a checkpoint whose checksum is taken while they are written: nobody reads them again to have it.
+"""Files of a checkpoint whose checksum is taken while they are written: they are not read again for it.
 
 A ``.safetensors`` file is the length of its header (8 bytes, little endian), the header (JSON: name → dtype, shape,
 offsets) and the tensors' bytes (https://github.com/huggingface/safetensors, "Format").
@@ -72,7 +72,7 @@ def save_hashed(tensors: Mapping[str, Tensor], path: Path) -> Fingerprint:
     """Write the bytes of `safetensors.torch.save_file`, readable by `load_file`. The tensors are contiguous and on the
     host. Raises `OSError`, `KeyError` for a dtype that no checkpoint has.
     """
-    # Wide types first: then every tensor begins at a multiple of its own width.
+    # Wide types first: then every tensor begins at a multiple of its width.
     ordered = sorted(tensors.items(), key=lambda one: (-one[1].element_size(), one[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

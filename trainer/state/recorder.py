@@ -72,7 +72,7 @@ class Records:
         self._stopping.see(version, named)
 
     def ended(self, version: int, why: str) -> None:
-        """``ended.json``: the run is over, and why. Gone where it continues after all."""
+        """``ended.json``: the run is over, and why. Removed if it continues after all."""
         logger.info("the run is over at version %d: %s", version, why)
         self._ended.write_text(json.dumps({"version": version, "why": why}) + "\n")
 

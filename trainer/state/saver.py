@@ -104,7 +104,7 @@ class Saver(BackgroundWork):
         self._recent.add(step, groups)
 
     async def save(self, step: int, data_cursor: DataCursor, publisher: Publisher) -> None:
-        """Begin to save the state after `step` steps; a no-op where that is saved already."""
+        """Begin to save the state after `step` steps; a no-op if that is saved already."""
         if step == self._saved:
             return
         await self.settle()
@@ -126,7 +126,7 @@ class Saver(BackgroundWork):
         self._ranks.await_saves(self._timeout_s)
 
     async def _catch_up(self, checkpoint: CheckpointInfo, status: Status) -> None:
-        """Redis may lose its last second with its machine; the checkpoint tells it what was trained meanwhile."""
+        """Redis may lose its last second with its machine; the checkpoint gives it the steps trained meanwhile."""
         if status.step >= checkpoint.step and status.version + 1 >= checkpoint.step:
             return
         unknown = [step for step in range(status.step, checkpoint.step) if step not in checkpoint.batches]

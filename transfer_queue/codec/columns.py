@@ -41,7 +41,7 @@ class StoredColumn(NamedTuple):
 
     row: list[Any]
     raw: Any
-    """A buffer: its bytes, a view of the array, where it is stored as it is: no copy before the final join."""
+    """A buffer: its bytes, a view of the array, if it is stored as it is: no copy before the final join."""
     raw_bytes: int
     """Bytes of it unpacked."""
     aligned: bool

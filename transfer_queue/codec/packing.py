@@ -155,7 +155,7 @@ def _culprit(value: Any, field: str, depth: int = 0) -> str:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeEncodeError):
-        return f"half of a surrogate pair at character {error.start}, which is no Unicode text"
+        return f"half of a surrogate pair at character {error.start}, which is not Unicode text"
     if isinstance(error, OverflowError):
         return "an integer over 64 bits: write it as text"
     return "nested too deeply" if "recursion" in str(error) else str(error)
@@ -175,7 +175,7 @@ def _read_preamble(prefix: bytes) -> tuple[int, int, int, int, int]:
         raise BadPayload(f"preamble: {len(prefix)} bytes, {PREAMBLE.size} needed; the payload is truncated")
     magic, version, kind, head_len, reserved, body_len, checksum = PREAMBLE.unpack_from(prefix)
     if magic != MAGIC:
-        raise BadPayload(f"magic: {magic!r}, not {MAGIC!r}; this is no payload of ours")
+        raise BadPayload(f"magic: {magic!r}, not {MAGIC!r}; this is not a payload of ours")
     if version != FORMAT:
         raise BadPayload(f"format: version {version} is unknown; this build reads version {FORMAT}")
     return kind, head_len, reserved, body_len, checksum

@@ -230,7 +230,7 @@ def _segment_fields(fields: Sequence[str]) -> list[str]:
     for name in fields:
         if name not in _ALL_DTYPES and name not in PLAIN_FIELDS:
             valid = ", ".join((*_ALL_DTYPES, *PLAIN_FIELDS))
-            raise QueueError(f"{name!r} is no field of a trajectory; one of {valid}")
+            raise QueueError(f"{name!r} is not a field of a trajectory; one of {valid}")
     return [name for name in fields if name in _ALL_DTYPES]
 
 

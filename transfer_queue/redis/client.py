@@ -160,7 +160,7 @@ class Connection:
     def write_and_run_job(
         self, writes: Sequence[Sequence[Any]], name: str, key: str, *args: Any, keys: Sequence[str] = ()
     ) -> WriteAndRun:
-        """A `write_and_run` to be made beside others by `run_jobs`."""
+        """A `write_and_run` to be made together with others by `run_jobs`."""
         return WriteAndRun([RedisCall(write) for write in writes], self._script_call(name, key, args, keys))
 
     async def run_jobs(self, jobs: Sequence[WriteAndRun]) -> None:

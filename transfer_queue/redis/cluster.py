@@ -148,7 +148,7 @@ class _Link:
         self._wire: Wire | None = None
 
     async def exchange(self, calls: Sequence[RedisCall], asking: bool) -> None:
-        """Connects where it is not. Raises what ends the connection; refusals stay in the calls."""
+        """Connects if it is not connected. Raises what ends the connection; refusals stay in the calls."""
         if self._wire is None:
             await self._connection.connect()
             self._wire = Wire(self._connection, self._buffer)

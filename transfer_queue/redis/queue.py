@@ -174,7 +174,7 @@ class RedisTransferQueue:
         check_tasks(tasks)
         at = [item for place in (cursor, after) for item in (("", "") if place is None else (place.epoch, place.index))]
         rows = [_submitted(task) for task in tasks]
-        # A cursor moves with all of its tasks or none, and also where there are none.
+        # A cursor moves with all of its tasks or none, and also if there are none.
         whole = cursor is not None or not rows
         shares = [rows] if whole else [rows[i : i + SUBMIT_CHUNK] for i in range(0, len(rows), SUBMIT_CHUNK)]
         new = 0

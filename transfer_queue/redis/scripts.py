@@ -67,7 +67,7 @@ class Library:
 
 @cache
 def script(name: str) -> Script:
-    """The script of that name, its parts in front of it. Raises `KeyError` where there is none."""
+    """The script of that name, its parts in front of it. Raises `KeyError` if there is none."""
     body = _sections()["script", name]
     header = _header(body)
     needed = [

@@ -55,7 +55,7 @@ class ServerOptions:
 
     password: str
     appendfsync: str = "everysec"
-    """When the file is synced: ``always`` by Redis before it answers, ``everysec`` by `FileSync` beside it."""
+    """When the file is synced: ``always`` by Redis before it answers, ``everysec`` by `FileSync` in this process."""
     host: str = "127.0.0.1"
     """IPv4 address on which other machines reach it, 0.0.0.0 for any; loopback it always has."""
     unix_socket: Path | None = None
@@ -75,7 +75,7 @@ class ServerOptions:
         if not re.fullmatch(r"[!#-~]{8,}", self.password):
             raise QueueError("Redis password: at least 8 printable characters without spaces or double quotes")
         if not re.fullmatch(r"\d+(\.\d+){3}", self.host):
-            raise QueueError(f"host {self.host!r} is no IPv4 address")
+            raise QueueError(f"host {self.host!r} is not an IPv4 address")
         for line in self.users:
             if not line.startswith("user ") or "\n" in line:
                 raise QueueError(f"users: {line.split(' #')[0]!r} is not one line that starts with 'user '")
@@ -271,7 +271,7 @@ class FileSync:
     """A thread that syncs what a redis-server appends, every second: what a machine that dies may take with it.
 
     Redis itself only writes, and before it answers; so a redis-server that is killed loses nothing, however slow a sync
-    is. A thread and not a task: a sync blocks, and goes on while the owner's event loop is busy.
+    is. A thread and not a task: a sync blocks, and continues while the owner's event loop is busy.
     """
 
     def __init__(self, directory: Path, failed: Callable[[OSError], None]) -> None:

@@ -2,11 +2,11 @@
 
 redis-py connects, encrypts and logs in; then a `Wire` takes its socket over. What arrives is parsed by hiredis from
 one buffer of the `Node`: a StreamReader between them would copy every byte twice more, and each reply would cost the
-calls of redis-py's connection. A long string is received where it stays: through hiredis it would be copied twice, and
-its reader would be woken for every piece.
+calls of redis-py's connection. A long string is received in its final place: through hiredis it would be copied twice,
+and its reader would be woken for every piece.
 
     socket ──► buffer of the node ──► hiredis ──► reply
-        └────► a buffer of its own, once the node's buffer began with the head of a long string ──► reply
+        └────► a separate buffer, once the node's buffer began with the head of a long string ──► reply
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from redis.exceptions import DataError, InvalidResponse
 from penstock.transfer_queue.codec.packing import Packed
 
 READ_BYTES = 1 << 16
-"""Size of a node's buffer. A string of at least this length is received where it stays."""
+"""Size of a node's buffer. A string of at least this length is received in its final place."""
 _NOTHING = object()
 _NOT_COPIED = frozenset({Packed, memoryview})
 
@@ -32,7 +32,7 @@ _NOT_COPIED = frozenset({Packed, memoryview})
 def pack_commands(commands: Sequence[Sequence[Any]]) -> list[Any]:
     """The commands as buffers in order; those of a packed payload, and memoryviews, are not copied.
 
-    Raises `DataError` for an argument that is no text, number or bytes.
+    Raises `DataError` for an argument that is not text, number or bytes.
     """
     chunks: list[Any] = []
     for command in commands:
@@ -57,7 +57,7 @@ def _gathered(command: Sequence[Any]) -> list[Any]:
             plain = arg.encode()
             chunks.append(b"$%d\r\n%b\r\n" % (len(plain), plain))
         else:
-            raise TypeError(f"{type(arg).__name__} beside a payload")
+            raise TypeError(f"{type(arg).__name__} next to a payload")
     return chunks
 
 
@@ -80,7 +80,7 @@ class Wire(asyncio.BufferedProtocol):
         self._filled = 0
         """Bytes of it that have arrived."""
         self._received: deque[memoryview] = deque()
-        """Long strings that nobody has read yet; what `_parser` holds came after them."""
+        """Long strings that were not read yet; what `_parser` holds came after them."""
         self._parsing = False
         """hiredis was fed since its last whole reply, or holds more than that: what comes next may be in the middle of
         a reply, or after one that nobody has read."""
@@ -150,7 +150,7 @@ class Wire(asyncio.BufferedProtocol):
         self._wake()
 
     def _long_begins(self, nbytes: int) -> int:
-        """Length of the long string whose head the buffer begins with, where it is a reply by itself; else 0."""
+        """Length of the long string whose head the buffer begins with, if it is a reply by itself; else 0."""
         if self._parsing or self._buffer[0] != ord("$"):
             return 0
         length, end, _ = bytes(self._view[1 : min(nbytes, 16)]).partition(b"\r\n")  # a head is shorter than 16 bytes

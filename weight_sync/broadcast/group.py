@@ -1,7 +1,7 @@
 """The process groups of one version's broadcast: one for each rank of the trainer that sends, with the workers of the
 servers that are ready.
 
-Each broadcast has groups of its own. They touch nothing global, so a broken one does not affect the groups that its
+Each broadcast has separate groups. They touch nothing global, so a broken one does not affect the groups that its
 processes have otherwise. Bytes go from a group's rank 0 to all others, a bucket at a time, in the stream's order:
 
     gloo    host memory ──────────────────────────────► host memory
@@ -157,7 +157,7 @@ class NcclGroup(BroadcastGroup):
 
     def begin(self, bucket: torch.Tensor) -> Transfer:
         """See `BroadcastGroup.begin`. Returns when it is posted on the stream: what begins later, in any group of the
-        stream, comes after it there. NCCL posts it from a thread of its own."""
+        stream, comes after it there. NCCL posts it from a separate thread."""
         with torch.cuda.stream(self._stream.stream):
             # Memory of another stream may be in use by what is queued there, and again as soon as `buffer` is gone.
             buffer = torch.empty(len(bucket), dtype=torch.uint8, device=self._stream.device)

@@ -52,7 +52,7 @@ class JoinedBroadcast:
         """The stream, [bytes] in pieces, to be read to its end. Once. Blocks.
 
         `memory`: what the pieces come into, [bytes] uint8 each; by default each piece is valid until the next is asked
-        for. Raises `WeightsUnreachable` where it ends before the first one, else `WeightsBroken`.
+        for. Raises `WeightsUnreachable` if it ends before the first one, else `WeightsBroken`.
         """
         digests = StreamDigests(self.offer.tensors)
         try:
@@ -124,7 +124,7 @@ class TensorPart:
 
     tensor: StreamTensor
     begin: int
-    """Where they begin in the tensor."""
+    """Their offset in the tensor."""
     bytes: memoryview
 
     @property
@@ -161,7 +161,7 @@ def tensor_parts(tensors: Iterable[StreamTensor], buckets: Iterable[memoryview])
 
 
 def whole_tensors(tensors: Sequence[StreamTensor], buckets: Iterable[memoryview]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor), each in host memory of its own, which goes with its last reader. Reads the stream to its end."""
+    """(name, tensor), each in separate host memory, which goes with its last reader. Reads the stream to its end."""
     memory = torch.empty(0, dtype=torch.uint8)
     for part in tensor_parts(tensors, buckets):
         if not part.begin:

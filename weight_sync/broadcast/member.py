@@ -9,7 +9,7 @@ In place the workers receive under the engine's pause, which ends with the annou
     member.run   … offer ──► engine.receive_weights: pause, buckets into the parameters ──► the state that came
                  waits for its announcement, `ANNOUNCE_S` at most                 busy until then
     updater      announced v7 ──► they hold it ──► engine.load_weights: label, resume
-    sidecar      not busy, and the engine stands still: it holds no version ──► closed until a whole file is loaded
+    sidecar      not busy, and the engine is paused: it holds no version ──► closed until a whole file is loaded
 
 The address is in the announcement before: a server that knows none yet takes the file of the newest version.
 """
@@ -55,7 +55,7 @@ class StagingEngine(Protocol):
         """The wires that the workers can receive over, the first choice first."""
 
     async def stage_weights(self, offer: Offer) -> str:
-        """All workers receive, while decoding goes on; the state that all of them hold.
+        """All workers receive, while decoding continues; the state that all of them hold.
 
         Raises `WeightsUnreachable` where one did not receive all, `EngineError` where the engine is gone.
         """
@@ -74,7 +74,7 @@ class InPlaceEngine(StagingEngine, Protocol):
         announced version that came, or of a file.
 
         Raises `WeightsUnreachable`, `WeightsRefused` where nothing was touched and decoding continues; `WeightsBroken`
-        where the engine holds no version and stands still; `EngineError` where it is gone.
+        where the engine holds no version and is paused; `EngineError` if it is gone.
         """
 
 
@@ -109,7 +109,7 @@ class BroadcastMember:
     async def run(self, engine: StagingEngine, address: Callable[[], str]) -> None:
         """Until cancelled. What an engine before this one held is gone with it.
 
-        `address`: the newest announcement's URL of a broadcast; empty while there is none, and where this server must
+        `address`: the newest announcement's URL of a broadcast; empty while there is none, and if this server must
         not be a member. Raises `EngineError`.
         """
         self._round, self.busy = None, False
@@ -175,7 +175,7 @@ class BroadcastMember:
             await self._until_announced(current, offer.version)
 
     async def _until_announced(self, current: _Round, version: int) -> None:
-        """A trainer that is gone announces nothing: then what came is no version."""
+        """A trainer that is gone announces nothing: then the received bytes are not a version."""
         self.cause = (
             f"no version is held until a file is loaded: version {version} came as other tensors than announced"
         )
@@ -206,7 +206,7 @@ class BroadcastMember:
             await cancel_and_wait([parking])
 
     async def _park(self, http: httpx.AsyncClient, url: str, engine: StagingEngine) -> Offer | None:
-        """Wait for the next broadcast. None where none began, or where this server takes files."""
+        """Wait for the next broadcast. None if none began, or if this server takes files."""
         place = url.rpartition("/")[0]
         body: dict[str, Any] = {"count": engine.weight_workers, "wire": ",".join(engine.weight_wires)}
         async with asyncio.timeout(ANSWER_S):

@@ -27,7 +27,7 @@ class SpareMemory:
     """A `huge_area` for tensors."""
 
     def __init__(self, nbytes: int) -> None:
-        """Raises `OSError` where there is no memory."""
+        """Raises `OSError` if memory is short."""
         self.nbytes = nbytes
         self._area = huge_area(nbytes)
 

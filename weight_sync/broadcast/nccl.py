@@ -85,7 +85,7 @@ class Nccl:
     """torch's builds for GPUs have loaded it."""
 
     def __init__(self, path: str) -> None:
-        """Raises `OSError` where there is none."""
+        """Raises `OSError` if there is none."""
         self._library = _declared(ctypes.CDLL(path))
 
     @classmethod
@@ -102,7 +102,7 @@ class Nccl:
         return f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
 
     def unique_id(self) -> bytes:
-        """Names a group to come; rank 0 makes it and tells the others."""
+        """Names a group to come; rank 0 makes it and sends it to the others."""
         unique = _UniqueId()
         _check(self._library, self._library.ncclGetUniqueId(ctypes.byref(unique)))
         return bytes(unique)

@@ -5,7 +5,7 @@
       204              none began; ask again
       409              no wire in common: this server takes files
 
-Each rank of the trainer that has bytes of a version sends them in a group of its own. Rank 0 is in all groups: it needs
+Each rank of the trainer that has bytes of a version sends them in a separate group. Rank 0 is in all groups: it needs
 all bytes for the checksums and the file. A worker has the same rank in all of them.
 
     group of rank 0    0: rank 0    1 … n: workers
@@ -135,7 +135,7 @@ class Offer:
 
     @classmethod
     def parse(cls, plain: object) -> Offer:
-        """Raises `ValueError` where it is none."""
+        """Raises `ValueError` if it is none."""
         if not isinstance(plain, Mapping):
             raise ValueError(f"the trainer's offer is {plain!r:.100}")
         try:

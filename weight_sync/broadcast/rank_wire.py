@@ -89,7 +89,7 @@ class RankWire:
             dist.send(torch.frombuffer(bytearray(place), dtype=torch.uint8), dst=rank, group=self._group)
 
     def dismiss(self, ranks: Sequence[int]) -> None:
-        """They leave their groups; one that is gone needs no word, nor do those that were told to stop."""
+        """They leave their groups; one that is gone needs no word, nor do those that received a stop."""
         with self.lock, contextlib.suppress(RuntimeError, Superseded):
             for rank in ranks:
                 self.check_open()
@@ -122,7 +122,7 @@ class RankWire:
         while not self._closed.wait(PING_S):
             if self.lock.acquire(blocking=False):
                 try:
-                    if self._closed.is_set():  # the others may have stopped: nobody would receive the ping
+                    if self._closed.is_set():  # the others may have stopped: no rank would receive the ping
                         return
                     for rank in range(1, self._world):
                         self.ask(rank, Kind.PING)

@@ -39,7 +39,7 @@ class _StagedVersion(ABC, Generic[Content]):
 
     def __init__(self) -> None:
         self._held: tuple[str, tuple[TensorEntry, ...], Content] | None = None
-        """Name of the broadcast, what came, and where it is."""
+        """Name of the broadcast, its tensors, and their content."""
         self._lock = threading.Lock()
 
     def receive(self, offer: Offer, worker: int = 0, device: torch.device | None = None) -> str:
@@ -47,7 +47,7 @@ class _StagedVersion(ABC, Generic[Content]):
 
         `device`: on which buckets arrive, if the broadcast goes from GPU to GPU.
 
-        Raises `WeightsUnreachable` if the broadcast ended early, or there is no memory: nothing of it is held.
+        Raises `WeightsUnreachable` if the broadcast ended early, or memory is short: nothing of it is held.
         """
         with self._lock:
             self._held = None
@@ -140,6 +140,6 @@ class StagedMemory(_StagedVersion[_SharedFile]):
             for bucket in joined.buckets():
                 file.write(bucket)
         except BaseException:
-            file.close()  # The error's traceback refers to it, and whoever has the error keeps half a version.
+            file.close()  # The error's traceback refers to it, and a holder of the error keeps half a version.
             raise
         return file

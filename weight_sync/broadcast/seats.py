@@ -5,7 +5,8 @@
     server c                             │       │                   ── POST /broadcasts … (v8; takes v7's file)
     trainer                     open(v7)─┴───────┴─ buckets ─ announce v7
 
-A member of v is whoever waits when v begins: joining and leaving cost the others nothing, and no server is waited for.
+The members of v are the servers that wait when v begins: joining and leaving cost the others nothing, and no server
+is waited for.
 """
 
 from __future__ import annotations

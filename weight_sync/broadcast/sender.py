@@ -47,8 +47,8 @@ def stream_version(
 ) -> StreamedVersion:
     """Blocks. Raises `NoSpace` where the file has no room, `Superseded`, `RuntimeError` where a rank is gone.
 
-    `durable`: a file that is written survives a power cut when this returns. Whatever it raises, there is no
-    file under `path` that was not there before.
+    `durable`: a file that is written survives a power cut when this returns. If it raises, `path` has no
+    file that was not there before.
     """
     tensors, digests = source.tensors, StreamDigests(source.tensors)
     header = stream_header(tensors)

@@ -1,7 +1,7 @@
-"""The trainer's side of a broadcast: each rank sends its own bytes to all members, in a group of its own.
+"""The trainer's side of a broadcast: each rank sends its own bytes to all members, in a separate group.
 
 rank 0    Members    joins all groups: sends in its own, receives in the others
-rank r    OwnGroup   joins the group in which it sends, when rank 0 tells it its place
+rank r    OwnGroup   joins the group in which it sends, when rank 0 sends its place
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Members:
     """
 
     def __init__(self, sending: Sending | None = None, wire: RankWire | None = None) -> None:
-        """Nobody, where no server has a place. `wire`: to the ranks that send."""
+        """No members, if no server has a place. `wire`: to the ranks that send."""
         self._sending = sending if sending is not None and sending.listener is not None else None
         self._wire = wire
         self._groups: dict[int, BroadcastGroup] = {}
@@ -100,7 +100,7 @@ class Members:
 
     @property
     def _others(self) -> list[int]:
-        """The ranks beside 0 that send."""
+        """The ranks other than 0 that send."""
         return [rank for rank in self._sending.senders if rank] if self._sending is not None else []
 
     def _begin(self, sender: int, memory: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ class OwnGroup:
         self._group: BroadcastGroup | None = None
 
     def join(self, place: bytes, device: torch.device | None) -> None:
-        """Leave the one before. Blocks until all members are there; without one of them there is no group."""
+        """Leave the one before. Blocks until all members are there; without one of them the group fails."""
         self.leave()
         host, fields = json.loads(place)
         member = Member(**fields)

@@ -31,7 +31,7 @@ class ShareChanges:
     """Changes of one rank and version."""
 
     def __init__(self, base: int | None, counts: Sequence[int]) -> None:
-        """`base`: the version before, None where there is none to compare with. `counts`: this rank's values of each
+        """`base`: the version before, None if there is none to compare with. `counts`: this rank's values of each
         tensor."""
         self.base = base
         self._counts = counts

@@ -1,4 +1,4 @@
-"""A version's bytes in the trainer: each rank keeps a copy of its own shards, rank 0 gets them bucket by bucket.
+"""A version's bytes in the trainer: each rank keeps a copy of its shards, rank 0 gets them bucket by bucket.
 
     training thread   take(v) on every rank: its shards, cast to the published dtype ── the next step begins
     rank 0's thread   buckets(v): asks each rank for its part of a bucket, one bucket ahead
@@ -7,12 +7,12 @@
 A rank that is asked sends its part to rank 0; during a broadcast, to all of its members (`senders`), of which rank 0 is
 one. A broadcast that breaks costs the stream nothing: rank 0 asks for that bucket again, and for the later ones alone.
 
-The whole model is on no host: a rank has its own shards and rank 0 has three buckets beside them. A bucket is taken
+The whole model is on no host: a rank has its own shards and rank 0 has three buckets in addition. A bucket is taken
 from the copies or not at all: each answer says whether its rank still holds that version. So `take` never waits for
 more than one bucket, and a stream of an older version ends with `Superseded`.
 
 Where deltas are written, `take` also marks which values differ from the version before, which its copies were
-(`ShareChanges`): beside its share a rank has its marks, a bit per value. Rank 0 asks each rank once what its changes
+(`ShareChanges`): next to its share a rank has its marks, a bit per value. Rank 0 asks each rank once what its changes
 cost (`changes`), and fetches the marks of a bucket with the bucket (`marked_buckets`).
 """
 

@@ -1,7 +1,7 @@
 """A version whose ranks have no shards of their own: whole tensors come one after the other, each rank keeps a part.
 
-With tensor parallelism, and between pipeline stages, what a rank holds is no range of a tensor's bytes. There all ranks
-put a tensor together, each keeps a range of it, and the next one comes: no host ever has more than its share.
+With tensor parallelism, and between pipeline stages, what a rank holds is not a range of a tensor's bytes. There all
+ranks put a tensor together, each keeps a range of it, and the next one comes: no host ever has more than its share.
 """
 
 from __future__ import annotations

@@ -47,11 +47,11 @@ class Bucket:
 
     version: int
     begin: int
-    """Where it begins in the stream."""
+    """Its offset in the stream."""
     bytes: torch.Tensor
     """[bytes] uint8, as long as the bucket."""
     scratch: torch.Tensor
-    """As long: what comes from a rank and is no range of the bucket lies here first. Unused where there is one rank."""
+    """As long: what comes from a rank and is not a range of the bucket lies here first. Unused with one rank."""
     marked: bool = False
     """Whether `parts` and `marks` are wanted."""
     parts: list[Part] = field(default_factory=list)
@@ -90,9 +90,9 @@ class Part(NamedTuple):
 
     rank: int
     stream: int
-    """Where they begin in the stream."""
+    """Their offset in the stream."""
     local: int
-    """Where they begin in the rank's copies."""
+    """Their offset in the rank's copies."""
     nbytes: int
     item_bytes: int
     """Of a value."""
@@ -114,7 +114,7 @@ class RankRange(NamedTuple):
     rank: int
     parts: list[Part]
     memory: torch.Tensor
-    """[bytes] uint8 where they arrive: the scratch where they are `scattered`, else their place in the bucket."""
+    """[bytes] uint8 at their target: the scratch if they are `scattered`, else their place in the bucket."""
     scattered: bool
     """They are no range of the bucket."""
 

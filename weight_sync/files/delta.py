@@ -256,7 +256,7 @@ def delta_metadata(planned: Iterable[PlannedChange], base_state: str, checksums:
 def read_delta(file: ChainFile, descriptor: int | None = None) -> Delta:
     """A delta whose every byte is what was announced; `descriptor` as in `FileReader`.
 
-    Raises `WeightsRefused` where it is not, naming the tensor, and where it is in a later format.
+    Raises `WeightsRefused` if it is not, naming the tensor, and if it is in a later format.
     """
     with FileReader(file, descriptor) as opened:
         path, metadata = Path(file.place), opened.metadata

@@ -86,7 +86,7 @@ class Section:
 
 
 def write_file(path: Path, sections: list[Section], metadata: Mapping[str, str], *, durable: bool) -> WrittenFile:
-    """All of `sections` under `path`, at once. Raises `NoSpace`; whatever it raises, there is no such file then.
+    """All of `sections` under `path`, at once. Raises `NoSpace`; if it raises, no such file exists.
 
     `sections` is emptied on the way: a tensor with no other owner is freed once it is written.
     """
@@ -227,7 +227,7 @@ class PartialFile:
             self._count(piece)
 
     def append(self, piece: bytes | memoryview) -> None:
-        """Raises `OSError` where there is no room."""
+        """Raises `OSError` if the disk is full."""
         remaining = memoryview(piece)
         while remaining:
             remaining = remaining[self._file.write(remaining) :]

@@ -49,7 +49,7 @@ class StoredTensor:
 def open_published(file: ChainFile) -> int:
     """A descriptor of the file, which the caller closes.
 
-    Raises `WeightsRefused` where there is none, or something else under its name: a link, a pipe, another length.
+    Raises `WeightsRefused` if there is none, or something else under its name: a link, a pipe, another length.
     """
     where = f"version {file.version}: {file.place}"
     try:
@@ -62,7 +62,7 @@ def open_published(file: ChainFile) -> int:
         return descriptor
     os.close(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        raise WeightsRefused(f"{where} is no regular file ({stat.filemode(status.st_mode)})")
+        raise WeightsRefused(f"{where} is not a regular file ({stat.filemode(status.st_mode)})")
     raise WeightsRefused(f"{where} has {status.st_size} bytes, the manifest says {file.bytes}")
 
 

@@ -46,7 +46,7 @@ class StoredParts:
 
 @dataclass
 class HubNames:
-    """The names of one model's tensors in its files. `of` makes it; afterwards the model is no longer needed, and may
+    """The names of one model's tensors in its files. `of` makes it; afterwards the model is not needed, and may
     be sharded or have adapters.
     """
 
@@ -145,7 +145,7 @@ class HubNames:
         return parts.names[0] if parts.renamed_only else None
 
     def split(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the files, tensor in their form) of a whole parameter. Views of `tensor` where that is possible."""
+        """(name in the files, tensor in their form) of a whole parameter. Views of `tensor` if that is possible."""
         if (stored := self.stored_name(name)) is not None:
             yield stored, tensor
             return
@@ -182,7 +182,7 @@ class HubNames:
         return whole
 
     def joined(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`tensors` of the files under the model's names and in its form; what is no tensor of the files, and
+        """`tensors` of the files under the model's names and in its form; what is not a tensor of the files, and
         parameters of which a part is missing, stay as they are."""
         rest, parameters = dict(tensors), {}
         for name, parts in self.parts.items():
@@ -192,7 +192,7 @@ class HubNames:
 
     def experts(self, name: str) -> list[tuple[str, ...]] | None:
         """By row of the parameter's first dimension, the tensors of the files that make it; None where a row is not
-        made of tensors of its own."""
+        made of separate tensors."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 
         parts = self.parts[name]

@@ -48,7 +48,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
                 self._places[stored.name] = stored, at
                 at += stored.nbytes
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"its header is no safetensors header: {error!r}") from error
+            raise ValueError(f"its header is not a safetensors header: {error!r}") from error
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored, offset = self._places[name]

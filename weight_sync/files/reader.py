@@ -10,7 +10,7 @@ last reader; a place that leads nowhere, or to something else, is passed over, a
 
 A record proves that a file of one identity (device, inode, size, time of its last write) holds one version. A file that
 is exchanged or written to has another identity and is verified again. Records and locks are in a folder of this user
-and machine. Where there is none, or a holder takes too long, a reader verifies for itself and logs why.
+and machine. If there is none, or a holder takes too long, a reader verifies for itself and logs why.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class WeightReader:
             verify_tensors(manifest, tensors)
         except BaseException as error:
             os.close(memory)
-            if isinstance(error, OSError | ValueError):  # no memory, or the copy is no safetensors file
+            if isinstance(error, OSError | ValueError):  # no memory, or the copy is not a safetensors file
                 raise WeightsRefused(f"version {manifest.version}: {manifest.files[0].place}: {error}") from error
             raise
         return memory
@@ -207,7 +207,7 @@ def _locked_record(manifest: Manifest) -> Iterator[Path | None]:
 def _add(record: Path | None, descriptor: int, *, place: bool = False) -> None:
     """Records a verified file, with a `place` if others are to open it through this process.
 
-    Where that cannot be written, a full file system for instance, the cause is logged and others verify for themselves.
+    If that cannot be written, a full file system for instance, the cause is logged and others verify for themselves.
     """
     if record is None:
         return

@@ -10,7 +10,7 @@
 
 A file arrives in a ``.part`` named after its checksum. After a cut, also after this process was killed, the fetch
 continues from the bytes that are there, at the next source. A complete file with the right checksum is renamed. One
-that an earlier life has renamed is compared again: a name is no proof. A fetch may last as long as it advances
+that an earlier life has renamed is compared again: file names are not trusted. A fetch may last as long as it advances
 (`progress`).
 """
 
@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 def verify_whole(file: ChainFile, part: PartialFile, checksums: Mapping[str, str]) -> None:
-    """Raises `WeightsRefused` and deletes the file where it is not what was announced.
+    """Raises `WeightsRefused` and deletes the file if it is not what was announced.
 
-    `checksums`: of the version's tensors, for a file that has none of its own.
+    `checksums`: of the version's tensors, for a file that has none.
     """
     if part.length != file.bytes or part.xxh3 != file.xxh3:
         here = replace(file, place=str(part.path), bytes=part.length, xxh3="")
@@ -98,7 +98,7 @@ class _FetchJob:
 
 
 class FileFetch:
-    """Knows the peers that it was told of. One thread at a time calls `run`."""
+    """Knows the peers that the trainer named. One thread at a time calls `run`."""
 
     def __init__(self, token: str, serves: str, closed: threading.Event) -> None:
         self._token, self._serves, self._closed = token, serves, closed
@@ -140,8 +140,8 @@ class FileFetch:
             logger.info("the trainer does not know that version %d is here: %r", file.version, error)
 
     def _offer(self, file: ChainFile) -> str:
-        """Return the address that the trainer is told. On loopback we are of use only to a trainer, and its servers, on
-        this machine.
+        """Return the address that is announced to the trainer. A loopback address is of use only to a trainer, and its
+        servers, on this machine.
         """
         return self._serves if _on_loopback(self._serves) <= _on_loopback(file.place) else ""
 
@@ -203,7 +203,7 @@ class FileFetch:
             self.bytes_received[source] += len(piece)
 
     def _may_go_on(self, job: _FetchJob, fruitless: int, error: Exception) -> None:
-        """Wait before the next attempt. Raises `WeightsUnreachable` with the cause where there is to be none."""
+        """Wait before the next attempt. Raises `WeightsUnreachable` with the cause if no further attempt is due."""
         if job.part.length == job.file.bytes:
             return
         if fruitless >= ATTEMPTS:
@@ -348,5 +348,6 @@ def local_name(file: ChainFile) -> str:
     """
     name = urlsplit(file.place).path.rpartition("/")[2]
     if not LOCAL_NAME.fullmatch(f"{file.xxh3}-{name}"):
-        raise WeightsRefused(f"version {file.version}: {file.place!r} with checksum {file.xxh3!r} is no published file")
+        about = f"version {file.version}: {file.place!r} with checksum {file.xxh3!r}"
+        raise WeightsRefused(f"{about} is not a published file")
     return f"{file.xxh3}-{name}"

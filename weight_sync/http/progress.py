@@ -42,7 +42,7 @@ class FetchProgress:
         self.restart()
 
     def problem(self, pause_s: float = 0.0) -> str:
-        """Why the fetch is to be given up, were it to pause for `pause_s` now; empty where it may continue."""
+        """Why the fetch is to be given up, were it to pause for `pause_s` now; empty if it may continue."""
         if self._turns_s < 0:
             return "not done in time: it waited for its turn behind other servers for too long"
         if self._clock() + pause_s - self._since > self._stall_s:

@@ -32,7 +32,7 @@ FILES = 64
 class _File:
     holders: list[str] = field(default_factory=list)
     turns: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """Server → (where it fetches from, when its turn ends)."""
+    """Server → (its source, the end of its turn)."""
 
 
 class TransferScheduler:

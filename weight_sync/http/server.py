@@ -127,7 +127,7 @@ class FileServer:
         except OtherWire as error:
             raise web.HTTPConflict(text=str(error)) from error
         except (ValueError, TypeError, KeyError) as error:
-            raise web.HTTPBadRequest(text=f"this is no server that waits for a broadcast: {error!r}") from error
+            raise web.HTTPBadRequest(text=f"this is not a server that waits for a broadcast: {error!r}") from error
         return web.Response(status=204) if offer is None else web.json_response(offer.as_dict())
 
     def _path(self, request: web.Request) -> Path:
@@ -164,7 +164,7 @@ class _CountedResponse(web.FileResponse):
 
 
 def _peer(request: web.Request) -> str:
-    """The URL that the asking server serves under; empty where it does not, or where it is none."""
+    """The URL that the asking server serves under; empty if it does not, or if it is not a URL."""
     url = request.headers.get(SERVES, "")
     return url if PEER.fullmatch(url) else ""
 

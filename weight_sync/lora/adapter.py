@@ -64,9 +64,9 @@ class AdapterConfig:
         except (TypeError, AttributeError, re.error) as error:
             raise BadAdapter(f"the adapter's settings cannot be read: {error}") from error
         if not all(isinstance(rank, int) and rank > 0 for rank in ranks):
-            raise BadAdapter(f"a rank of the adapter is no positive integer: {ranks}")
+            raise BadAdapter(f"a rank of the adapter is not a positive integer: {ranks}")
         if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            raise BadAdapter(f"lora_alpha or a value of alpha_pattern is no number: {numbers}")
+            raise BadAdapter(f"lora_alpha or a value of alpha_pattern is not a number: {numbers}")
         return adapter
 
     def as_dict(self) -> dict[str, Any]:

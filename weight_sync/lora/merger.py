@@ -48,7 +48,7 @@ class ModelFolder:
         return state_of(self.entries().values())
 
     def read(self, name: str) -> torch.Tensor:
-        """A copy of one tensor. Raises `WeightsRefused` where it is not what it was when all were read first."""
+        """A copy of one tensor. Raises `WeightsRefused` if it is not what it was when all were read first."""
         tensor: torch.Tensor = self._files[name].get_tensor(name).clone()
         verify_tensor(0, self.entries()[name], tensor)
         return tensor

@@ -2,7 +2,7 @@
 
 reserved ──► actor lives ──► process runs ──exit 0──► finished
     ▲            │ worker or node died: Ray creates it again, here or on another node; counted as a restart
-    └────────────┘ waiting for resources is no failure: the run's watchdog ends a stalled run
+    └────────────┘ waiting for resources is not a failure: the run's watchdog ends a stalled run
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RayMember:
         self._earlier_restarts = 0
         """Restarts of the actor, and of processes in its earlier lives."""
         self._budget = RestartBudget(spec.max_restarts, RESTART_WINDOW_S)
-        """Budget of both together; the actor has one of its own for the process."""
+        """Budget of both together; the actor has another one for the process."""
         self._stopping = False
         self._group = placement_group([bundle], strategy="STRICT_PACK", name=spec.name)
         self._actor = _make_actor(spec, bundle, self._group)
@@ -157,7 +157,7 @@ class RayMember:
             await asyncio.sleep(AGAIN_S)
 
     async def stop(self) -> None:
-        """End the process as `RoleProcess.stop` does, then let go of the actor and what it reserved."""
+        """End the process as `RoleProcess.stop` does, then release the actor and what it reserved."""
         if self._stopping:
             return
         self._stopping = True
@@ -175,7 +175,7 @@ class RayMember:
 
 
 def _make_actor(spec: RoleSpec, bundle: Bundle, group: Any) -> ActorHandle:
-    """No secret is among its arguments, and it has no environment of its own: see `actor`."""
+    """No secret is among its arguments, and it gets no environment: see `actor`."""
     further = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
     actor_class = ray.remote(RoleActor).options(
         num_cpus=bundle.get("CPU", 0),
@@ -217,7 +217,7 @@ class RayPlacement:
 
     @contextlib.asynccontextmanager
     async def open(self, config: RunConfig, run: RunDir) -> AsyncIterator[None]:
-        """Raises `ConfigError` where there is no cluster, or where its machines could not work together."""
+        """Raises `ConfigError` if there is no cluster, or if its machines could not work together."""
         async with connected(self._address, config.name):
             nodes = living_nodes()
             check_machines(config, len(machines_of(nodes)))

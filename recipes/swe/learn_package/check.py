@@ -27,7 +27,7 @@ def main():
 
 
 def complaint(name, function):
-    """The first example that this function does not meet; None where it meets all."""
+    """The first example that this function does not meet; None if it meets all."""
     for arguments, expected in EXAMPLES[name]:
         found = function(*arguments)
         if found != expected:

@@ -237,8 +237,8 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
                 self._make_room(row)
 
     def _make_room(self, row: Row) -> None:
-        """Make room for a row's new tokens. Others are put back for it, the newest first; the row itself if there is no
-        newer one.
+        """Make room for a row's new tokens. Others are put back for it, the newest first; the row itself if it is the
+        newest.
         """
         if not self.cache.grow(row, row.fed + row.new, lambda: self._make_way(row)):
             self._put_back(row)

@@ -100,7 +100,7 @@ class Bucket:
         return self.planes[0].shape[1]
 
     def resize(self, rows: int) -> None:
-        """Room for so many rows, at least those in use."""
+        """Room for this many rows, at least those in use."""
         planes, used = self.layout.zeros(rows, self.capacity), len(self.rows)
         for new, old in zip(planes, self.planes, strict=True):
             new[:, :used] = old[:, :used]
@@ -185,7 +185,7 @@ class KVCache:
 
     # rows ----------------------------------------------------------------------------------------------------------
     def start(self, row: Row) -> bool:
-        """Place a row that holds nothing, with the longest prefix that is known. False where there is no room."""
+        """Place a row that holds nothing, with the longest prefix that is known. False if there is no room."""
         prefix, row.fed = self._find(row.ids)
         if not self._place(row, prefix.held if prefix else [], len(row.ids)):
             row.fed = 0
@@ -197,7 +197,7 @@ class KVCache:
         return True
 
     def grow(self, row: Row, tokens: int, make_way: Callable[[], bool]) -> bool:
-        """Move the row to where `tokens` of it fit. `make_way` drops another one, False where there is none to drop.
+        """Move the row to where `tokens` of it fit. `make_way` drops another one, False if there is none to drop.
 
         False where no room was made: the row then holds nothing.
         """
@@ -211,7 +211,7 @@ class KVCache:
         return True
 
     def drop(self, row: Row) -> None:
-        """The row holds nothing afterwards; fine where it did before."""
+        """The row holds nothing afterwards; fine if it did before."""
         if row.bucket is not None:
             row.bucket.remove(row)
         row.fed = 0
@@ -250,7 +250,7 @@ class KVCache:
         return self.limit - rows - self._prefix_tokens
 
     def _evict(self, tokens: int) -> bool:
-        """Give up the oldest prefixes, until so many tokens are free: where that is enough, and else none."""
+        """Drop the oldest prefixes until `tokens` tokens are free; none if all of them would not be enough."""
         if self._free() + self._prefix_tokens < tokens:
             return False
         while self._free() < tokens:

@@ -1,9 +1,9 @@
 """The hf engine receives broadcasts in place: under the pause, each bucket straight into the model's parameters.
 
-    receive(offer)     plan ─ join the group ─ (decoding stands still) ─ buckets into parameters ─ every checksum again
+    receive(offer)     plan ─ join the group ─ (decoding is paused) ─ buckets into parameters ─ every checksum again
     holds(manifest)    what came is what was announced: the caller labels it, and decoding continues
 
-From the first bucket on the model holds no version. Whatever ends the broadcast, decoding stands still until then, or
+From the first bucket on the model holds no version. Whatever ends the broadcast, decoding is paused until then, or
 until a whole file was loaded.
 """
 
@@ -40,7 +40,7 @@ from penstock.weight_sync import (
 
 
 class PausableBatcher(Protocol):
-    """A batcher, as far as it stands still."""
+    """The part of a batcher that can be paused."""
 
     @property
     def stands_still(self) -> bool: ...
@@ -169,10 +169,10 @@ class InPlaceReceiver:
         self._write_s = 0.0
 
     def receive(self, offer: Offer) -> str:
-        """The state of what came. Blocks; decoding stands still afterwards.
+        """The state of what came. Blocks; decoding is paused afterwards.
 
         Raises `WeightsRefused`, `WeightsUnreachable`: nothing was touched and decoding continues. `WeightsBroken`: the
-        model holds no version, and decoding stands still. `DamagedMemory`: only a new process is safe.
+        model holds no version, and decoding is paused. `DamagedMemory`: only a new process is safe.
         """
         if self._batcher.stands_still:
             raise WeightsUnreachable(f"version {offer.version}: the engine waits for a file")

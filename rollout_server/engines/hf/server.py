@@ -9,14 +9,14 @@ a killed sidecar leaves no engine behind. One JSON object per line, both ways:
     out  {"event": "ready", "info"} · {"event": "tokens", "answers": [[id, chunk], …], "errors": [[id, message], …]}
          {"event": "reply", "call", "report" | "refused" | "lost"} · {"event": "reply", "call", "steps", "in_flight", …}
          {"event": "reply", "call", "state" | "lost" | "refused" | "broken"}   of `stage` and `receive`: what was
-                                received by a broadcast, or why not; broken: decoding stands still until a `load`
+                                received by a broadcast, or why not; broken: decoding is paused until a `load`
          {"event": "reply", "call"}   of `sleep` and `wake`
 
 Tokens of all requests are sent together every `TICK_S`, those of a finished request at once: a line per token and
 request would cost more than sampling them.
 
 New weights are copied into the model in place, tensor by tensor, and checked before and after. They come from files, or
-from a broadcast that a thread receives beside the decoding, or, without a second copy of them, under the pause.
+from a broadcast that a thread receives while decoding continues, or, without a second copy of them, under the pause.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _plan_one(version: int, name: str, target: torch.Tensor, source: torch.Tenso
 
 
 class OffloadedWeights:
-    """A model's parameters in the trainer's turn: moved to host memory, which is where they are anyway, or dropped."""
+    """A model's parameters in the trainer's turn: moved to host memory (a no-op if they are there), or dropped."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._parameters = list(model.parameters())

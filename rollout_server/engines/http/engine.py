@@ -66,7 +66,7 @@ class HttpEngine(ABC):
 
     @abstractmethod
     async def _try_out(self) -> list[str]:
-        """Sample one token; what this server cannot do. Raises `EngineError` where it cannot sample as we need it."""
+        """Sample one token; what this server cannot do. Raises `EngineError` if it cannot sample as we need it."""
 
     @abstractmethod
     def _check_sampling(self, sampling: Sampling) -> None:
@@ -128,7 +128,7 @@ class HttpEngine(ABC):
         try:
             await self.server.stop()
         finally:
-            self.weights.admission.open()  # who waits there finds the server gone
+            self.weights.admission.open()  # requests that wait there find the server gone
         await self.weights.until_verified()
 
     def will_sleep(self, level: SleepLevel) -> None:

@@ -83,7 +83,7 @@ def unknown_flag(users: Mapping[str, Any], known: Iterable[str], own: Container[
 
 
 async def known_flags(product: Product, installation: Installation) -> frozenset[str]:
-    """Names without dashes in front, words joined by dashes; empty where they cannot be had."""
+    """Names without dashes in front, words joined by dashes; empty if they are not available."""
     command = product.help_command(installation)
     digest = hashlib.sha256(f"{installation.version} {' '.join(command)}".encode()).hexdigest()[:16]
     file = _cache_folder() / f"flags-{product.key}-{digest}.json"
@@ -105,7 +105,7 @@ def flags_in(text: str) -> frozenset[str]:
 
 
 async def _help(command: Sequence[str]) -> str:
-    """Empty where it fails, or takes too long."""
+    """Empty if it fails, or takes too long."""
     process = await asyncio.create_subprocess_exec(
         *command,
         env=inherited_environment(),
@@ -139,5 +139,5 @@ def _read_own(path: Path) -> bytes:
 
 
 def _cache_folder() -> Path:
-    """This user's; not absolute if there is no home."""
+    """This user's; not absolute if there is none."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "penstock"

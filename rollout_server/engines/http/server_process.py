@@ -52,7 +52,7 @@ class Installation:
     cpu: bool
     """The build for CPUs, or no GPU is seen."""
     nccl: str = ""
-    """Version of the NCCL that its workers load; empty where it is not known or they have no GPU."""
+    """Version of the NCCL that its workers load; empty if it is not known or they have no GPU."""
 
 
 @dataclass(frozen=True)
@@ -186,14 +186,14 @@ class ChildServer(Child, ABC):
 
     @abstractmethod
     async def find_installation(self) -> Installation:
-        """Raises `EngineError` with the fix where there is none that can be used."""
+        """Raises `EngineError` with the fix if there is none that can be used."""
 
     @abstractmethod
     def prepare(self, installation: Installation) -> tuple[EngineAddress, list[str], dict[str, str]]:
         """(where the server will listen, the command that starts it, its environment)."""
 
     async def start(self) -> Installation:
-        """Returns when the server answers; raises `EngineError` with the cause where it does not in time.
+        """Returns when the server answers; raises `EngineError` with the cause if it does not in time.
 
         The deadline begins with the process: a model that is fetched from the hub is here by then.
         """

@@ -99,7 +99,7 @@ class HttpWeights(ABC, Generic[Fetched]):
     """One server's weights, and the version under which its tokens are received. Subclasses add routes and bodies."""
 
     version_path: ClassVar[str]
-    """Tells `weight_version`."""
+    """Sets `weight_version`."""
     verifies_late: ClassVar[bool] = False
     """`_verify` is done after `_resume`, while what is sampled is held back."""
 
@@ -223,7 +223,7 @@ class HttpWeights(ABC, Generic[Fetched]):
         return LoadReport(version=self.version, fetch_s=fetch_s, pause_s=pause_s, load_s=load_s, in_flight=in_flight)
 
     def _admit(self) -> None:
-        """Requests are sent again, unless the server stands still."""
+        """Requests are sent again, unless the server is paused."""
         if self.standstill is None or not self.server.alive:
             self.admission.open()
 
@@ -253,7 +253,7 @@ class HttpWeights(ABC, Generic[Fetched]):
     async def _serve(
         self, version: int, pause: Standstill, load_s: float, fetched: Fetched | None
     ) -> tuple[float, float, int]:
-        """The server holds `version` under its label: resume. `fetched`: to compare with; None where that was done."""
+        """The server holds `version` under its label: resume. `fetched`: to compare with; None if that was done."""
         if (reported := await self.server_version()) != version:
             raise EngineError(f"{self.server.name} reports version {reported} after loading {version}")
         await self._settle()

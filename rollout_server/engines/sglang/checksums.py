@@ -66,7 +66,7 @@ def first_difference(expected: Mapping[str, str], actual: Mapping[str, str]) -> 
 
 
 def folder_tensors(model: str) -> dict[str, Any]:
-    """All tensors of the model folder's safetensors files, by name; empty where there are none."""
+    """All tensors of the model folder's safetensors files, by name; empty if there are none."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Any] = {}

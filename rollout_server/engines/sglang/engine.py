@@ -154,7 +154,7 @@ class SGLangEngine(HttpEngine):
             raise EngineError("SGLang does not report the version of each token; take a newer one", retryable=False)
         limits = [
             "with top_k or top_p, logprobs are of the whole distribution at the temperature, before truncation",
-            "what an answer gets after a weight update is handed on at its end: SGLang tells no earlier which version"
+            "what an answer gets after a weight update is handed on at its end: SGLang reports no earlier which version"
             " sampled which token",
         ]
         if await asyncio.to_thread(has_vision_tower, self.model):

@@ -53,7 +53,7 @@ SGLANG = Product(
             "incremental-streaming-output",
         }
     ),
-    # torch takes seconds to import: it is asked only where there is a device that it may see
+    # torch takes seconds to import: it is asked only if there is a device that it may see
     probe="""
 import importlib.metadata as metadata, json, os
 versions = {d: metadata.version(d) for d in ("sglang",) if list(metadata.distributions(name=d))}
@@ -211,7 +211,7 @@ def environment(installation: Installation, threads: int, folder: Path, ranks: i
     needed = {
         "OMP_NUM_THREADS": str(threads),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by `CONTEXT_SLACK`, which no request uses
-        "TMPDIR": str(folder),  # the sockets between SGLang's processes, which trust whoever writes to them
+        "TMPDIR": str(folder),  # the sockets between SGLang's processes, which trust every writer
     }
     if installation.cpu:
         needed["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -226,7 +226,7 @@ def ranks_of(users: Mapping[str, Any]) -> int:
 
 
 def cores_by_rank(ranks: int, cores: Sequence[int]) -> str:
-    """Equal shares of `cores`, as SGLang writes them: "0,1|2,3". Where there are fewer than ranks, they are shared."""
+    """Equal shares of `cores`, as SGLang writes them: "0,1|2,3". If there are fewer than ranks, they are shared."""
     each = max(1, len(cores) // ranks)
     firsts = [rank * each % len(cores) for rank in range(ranks)]
     return "|".join(",".join(str(core) for core in cores[first : first + each]) for first in firsts)

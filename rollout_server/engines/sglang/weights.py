@@ -156,12 +156,12 @@ class SGLangWeights(HttpWeights[Fetched]):
             raise EngineError(str(error)) from error
 
     async def _resume(self) -> None:
-        # Its default empties the cache of a GPU, and fails where there is none.
+        # Its default empties the cache of a GPU, and fails if there is none.
         await self.server.call("POST", "/continue_generation", {"torch_empty_cache": False})
 
     async def _sleep(self, level: SleepLevel) -> None:
         """Frees the memory. At level 1 a copy of the weights stays in host memory, if the server has one."""
-        # Without that copy they are lost: then they stay where they are, unless they may be dropped.
+        # Without that copy they are lost: then they are not moved, unless they may be dropped.
         self._released = MEMORY_TAGS if level == self.server.sleep_level else MEMORY_TAGS[1:]
         await self.server.call("POST", "/pause_generation", {"mode": "abort"})
         await self.server.call("POST", "/release_memory_occupation", {"tags": self._released})

@@ -33,7 +33,7 @@ class ImageReader(LinkedChild):
         """Requests of one group bring the same image: the others find it made."""
 
     async def start(self) -> None:
-        """Returns when it has the model's processor. Raises `EngineError` where it gets none."""
+        """Returns when it has the model's processor. Raises `EngineError` if it gets none."""
         arguments = ["--model", self._model, "--dtype", self._config.dtype, "--threads", str(self._config.threads)]
         try:
             await self.open("penstock.rollout_server.engines.vllm.image_server", *arguments)

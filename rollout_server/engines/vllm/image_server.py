@@ -5,7 +5,7 @@ same pixels. Its connection is an inherited socket pair (`child_link`), one JSON
 
     in   {"op": "look", "call"} · {"op": "see", "call", "image": {sha256, url}}
     out  {"event": "reply", "call"} · {"event": "reply", "call", "tokens", "item"}
-         {"event": "reply", "call", "refused"}    the image cannot be read, or is none; to `look`: there is no processor
+         {"event": "reply", "call", "refused"}    the image cannot be read, or is none; to `look`: no processor
 
 It ends with its owner, whose end of the connection closes.
 """

@@ -38,7 +38,7 @@ def image_token_of(folder: Path) -> int | None:
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
-        return None  # whoever loads the model says what is wrong with it
+        return None  # loading the model reports what is wrong with it
     token = config.get("image_token_id")
     return int(token) if config.get("model_type") in SEEN_KINDS and token is not None else None
 

@@ -47,12 +47,12 @@ class InPlaceWorker:
         self._joining: Future[JoinedBroadcast] | None = None
 
     def join(self, offer: Offer, worker: int, device: torch.device, done: Callable[[str], None]) -> None:
-        """Returns at once; `done` is called in a thread with why it could not, empty where it could."""
+        """Returns at once; `done` is called in a thread with why it could not, empty if it could."""
         self.leave()
         self._joining = self._joiner.submit(_join, offer, worker, device, done)
 
     def receive(self, reload: Callable[[NamedStream], None]) -> ReceivedInPlace:
-        """`reload` replaces the parameters by the tensors of a stream, and leaves a sound model where that breaks off.
+        """`reload` replaces the parameters by the tensors of a stream, and leaves a sound model if that breaks off.
 
         Raises `WeightsUnreachable` where nothing was touched, `WeightsBroken` where the model holds no version.
         """
@@ -72,7 +72,7 @@ class InPlaceWorker:
         return ReceivedInPlace(state_of(joined.entries), excerpts)
 
     def leave(self) -> None:
-        """Give up a place that nothing was received in."""
+        """Return a place that nothing was received in."""
         joining, self._joining = self._joining, None
         if joining is not None:
             joining.add_done_callback(_leave)

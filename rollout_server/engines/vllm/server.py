@@ -55,9 +55,9 @@ print(json.dumps({"versions": versions, "plugin": "penstock_weights" in plugins,
 )
 
 _SEEING: dict[str, Any] = {
-    "enable-scale-out": True,  # the token endpoint beside the others; `--tokens-only` refuses models that see
-    "mm-device-do-normalize": False,  # pixels come as the model takes them, and would be normalised a second time
-    "mm-processor-cache-gb": 0,  # every request brings its pixels: it would keep gigabytes that nobody asks for
+    "enable-scale-out": True,  # the token endpoint in addition to the others; `--tokens-only` refuses models that see
+    "mm-device-do-normalize": False,  # pixels have the form that the model takes, and would be normalised a second time
+    "mm-processor-cache-gb": 0,  # every request brings its pixels: it would keep gigabytes that are never used
     "limit-mm-per-prompt": {"video": 0},  # no memory is reserved for what no request has
 }
 """Flags for a model that is given images."""
@@ -116,7 +116,7 @@ class VLLMServer(ChildServer):
         return flag_words(VLLM.merge_flags(ours, self.config.vllm_args), negative=True)
 
     def _gpu_flags(self) -> dict[str, Any]:
-        # Each front end has a label of its own for the weights: with data parallelism there would be several.
+        # Each front end has its own label for the weights: with data parallelism there would be several.
         flags: dict[str, Any] = {"api-server-count": 1}
         if self.sleep_level:  # refused by the build for CPUs, whose routes say that it sleeps and free nothing
             flags["enable-sleep-mode"] = True

@@ -26,7 +26,7 @@ from penstock.weight_sync import LoadReport, Manifest, Offer, WeightsBroken, Wei
 
 READ_POLL_S = 0.01
 STAGE_S = 30.0
-"""Beside a broadcast's own deadline."""
+"""In addition to the broadcast's own deadline."""
 GIVE_UP_S = 5.0
 """Deadline for ending the session of a cancelled swap: the engine ends soon after."""
 PAUSES = {
@@ -36,14 +36,14 @@ PAUSES = {
 }
 """rollout.pause → vLLM's words."""
 NO_VERSION = "none"
-"""vLLM's label while it holds none: an answer that was sampled under it is no answer (`version_of`)."""
+"""vLLM's label while it holds none: an answer that was sampled under it is not an answer (`version_of`)."""
 
 
 class VLLMWeights(HttpWeights[Manifest]):
     """Loads weights through our weight-transfer engine in vLLM's workers (`worker`), which receives manifests.
 
     vLLM has one session of updates at a time, and a swap has one from its first byte until the weights are loaded. A
-    broadcast may begin meanwhile: it is staged in that session, which it leaves as it is, or else in one of its own.
+    broadcast may begin meanwhile: it is staged in that session, which it leaves as it is, or else in a separate one.
     """
 
     version_path = "/weight_info"
@@ -105,7 +105,7 @@ class VLLMWeights(HttpWeights[Manifest]):
         """Lets the first worker receive a broadcast, also while a swap is under way. See `StagingEngine`."""
         with self._report("staged-") as report:
             async with self._calls:
-                alone = not self._in_session  # a session of its own would drop what that swap has read
+                alone = not self._in_session  # a separate session would drop what that swap has read
                 if alone:
                     await self.server.call("POST", "/start_weight_update")
                 await self._tell("stage", report, offer=offer)
@@ -266,7 +266,7 @@ class VLLMWeights(HttpWeights[Manifest]):
         await self.server.call("POST", f"/sleep?level={level}&mode=abort")  # returns when it sleeps
 
     async def _wake(self) -> None:
-        # vLLM samples once all is awake: without weights its cache stays where it is until they are loaded.
+        # vLLM samples once all is awake: without weights its cache is not moved until they are loaded.
         await self._wake_up("?tags=weights" if self.dropped else "", fully=not self.dropped)
 
     async def _wake_up(self, tags: str, *, fully: bool) -> None:

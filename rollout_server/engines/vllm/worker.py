@@ -15,7 +15,7 @@ One update is one session of vLLM's weight-transfer routes, driven by `VLLMWeigh
 
 A broadcast is received before its version is announced, in a session that loads nothing or in that of another version's
 load, which it leaves as it is. The server's first worker receives it, into shared memory that the fetch above maps in
-all workers; where it is the only one, into memory of its own, whose large pages cost a tenth of what shared ones do:
+all workers; if it is the only one, into private memory, whose large pages cost a tenth of what shared ones do:
 
     /update_weights {"phase": "stage", offer…}       a thread receives; the call returns, decoding continues
                                                      the state that came is a file in the folder `report`
@@ -245,7 +245,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def _load(self, version: int, tensors: Tensors, report: str) -> None:
         self._reload(tensors.items())
-        # After the fetch, before the next one: nobody changes `tensors` or the parameters meanwhile.
+        # After the fetch, before the next one: nothing changes `tensors` or the parameters meanwhile.
         self._reader.submit(self._compare, version, tensors, report)
 
     def _reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -190,7 +190,7 @@ def read_rows(mark: Any, columns: list[str]) -> list[dict[str, str]]:
     """The wanted values of each row, of those that have a literal."""
     names = names_of(mark)
     rows = []
-    if not isinstance(mark.args[1], list):  # once, where it can be read only once
+    if not isinstance(mark.args[1], list):  # once, if it can be read only once
         object.__setattr__(mark, "args", (mark.args[0], list(mark.args[1]), *mark.args[2:]))
     for row in mark.args[1]:
         values = dict(zip(names, cells_of(row, len(names)) or []))  # noqa: B905 - not before Python 3.10
@@ -214,7 +214,7 @@ def put_rows(mark: Any, values: list[dict[str, str]]) -> None:
 
 
 def cells_of(row: Any, count: int) -> Any:
-    """None of a row that is no row of `count` values."""
+    """None for a row without `count` values."""
     if hasattr(row, "_replace") and hasattr(row, "values") and hasattr(row, "marks"):  # pytest.param(...)
         return list(row.values)
     if count == 1:

@@ -296,7 +296,7 @@ async def test_without_a_box_that_can_be_served_the_cause_names_the_backend(part
     from penstock.testing import FakeSandbox
 
     config = AgentConfig(loop="command", settings={"command": ["true"]})
-    for sandbox, words in ((None, "there is no sandbox"), (FakeSandbox(), "bwrap")):
+    for sandbox, words in ((None, "the run has none"), (FakeSandbox(), "bwrap")):
         queue = queue_of(tasks_of())
         parts = parts_of(queue, FakeClient(lambda context: [5, 2]), config=config, sandbox=sandbox)
         outcome = await Episode(parts, queue.lease(tasks_of()[0])).run()

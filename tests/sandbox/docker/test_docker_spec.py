@@ -63,7 +63,7 @@ def test_spec_walls_that_an_engine_lacks_are_said_aloud() -> None:
     assert "cgroup v2" in words
     assert not weak
     words, weak = describe(ENGINE, config.model_copy(update={"runtime": "runsc"}), filtered=True)
-    assert "forge results of its own session" in words
+    assert "forge results of its session" in words
     assert weak
     words, weak = describe(replace(ENGINE, limits_memory=False, limits_cpu=False), config, filtered=True)
     assert "memory is limited per process, not per box, CPU share is not limited" in words

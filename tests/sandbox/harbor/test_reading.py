@@ -143,7 +143,7 @@ SOCKET = "    volumes:\n      - /var/run/docker.sock:/var/run/docker.sock\n"
 INEXACT = {  # file, what is replaced in it, by what, the words of the refusal
     "two containers": (COMPOSE, "services:\n", "services:\n  database: {image: postgres}\n", "2 services"),
     "a privileged one": (COMPOSE, "    command:", "    privileged: true\n    command:", "privileged cannot be mapped"),
-    "volumes": (COMPOSE, "    volumes:\n", SOCKET, "volumes of its own"),
+    "volumes": (COMPOSE, "    volumes:\n", SOCKET, "its volumes cannot be mapped"),
     "networks": (COMPOSE, "services:\n", "networks: {inner: {}}\nservices:\n", "networks cannot be mapped"),
     "a variable": (COMPOSE, "EXPECTED=3", "EXPECTED=${SECRET}", "EXPECTED is a variable of the machine"),
     "build arguments": (COMPOSE, "dockerfile: Dockerfile", "args: {A: b}", "build.args cannot be mapped"),

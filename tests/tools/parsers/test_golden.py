@@ -161,7 +161,7 @@ def test_parser_separates_calls_and_content(parser: str, text: str, content: str
         ("qwen3_coder", f"{OPEN}<function=f><parameter=x>1</parameter>{CLOSE}", "stands where </function> belongs"),
         ("qwen3_coder", f"{OPEN}<function=f></function>", "</tool_call> is missing"),
         ("qwen3_coder", f"{OPEN}<function=></function>{CLOSE}", "a name and > belong behind ="),
-        ("qwen3_coder", f"{OPEN}<function=f g></function>{CLOSE}", "'f g' is no name of a tool"),
+        ("qwen3_coder", f"{OPEN}<function=f g></function>{CLOSE}", "'f g' is not a name of a tool"),
         ("qwen3_coder", f'{OPEN}{{"name": "f", "arguments": {{}}}}{CLOSE}', "stands where <function= belongs"),
         (
             "qwen3_coder",

@@ -114,5 +114,5 @@ def test_dense_index_spans_batches_and_bounds_topk(encoder: str, tmp_path: Path)
 
 def test_dense_index_what_is_no_model_is_refused_by_name(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(IndexFailed, match="nothing is no sentence-transformers model"):
+    with pytest.raises(IndexFailed, match="nothing is not a sentence-transformers model"):
         open_or_build_dense(corpus, str(tmp_path / "nothing"))

@@ -105,6 +105,6 @@ def test_index_refuses_missing_corpora_and_foreign_folders(tmp_path: Path, corpu
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.tex").write_text("years of work")
-    with pytest.raises(IndexFailed, match="is no index of ours"):
+    with pytest.raises(IndexFailed, match="is not an index of ours"):
         open_or_build(corpus, mine)
     assert os.listdir(mine) == ["thesis.tex"]

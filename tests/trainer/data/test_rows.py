@@ -200,7 +200,7 @@ def test_shards_of_a_folder_are_read_in_order(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"train-00001-of-00002\.parquet, row 2: data_source"):
         load_rows(tmp_path)
     write(tmp_path / "test-00000-of-00001.parquet", [GOOD])
-    with pytest.raises(DataError, match="holds files of test and train: give one of them a folder of its own"):
+    with pytest.raises(DataError, match="holds files of test and train: give one of them a separate folder"):
         load_rows(tmp_path)
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match=r"a folder without \.parquet, \.jsonl or \.ndjson files"):

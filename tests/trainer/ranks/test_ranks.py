@@ -155,12 +155,12 @@ def test_what_one_rank_cannot_train_leaves_the_step_on_both(runs: Path) -> None:
     [
         (
             "other groups",
-            ["rank 0: step 1, 2 groups, of its own train/0000/00000003 of 4, trains train/0000/00000003 of 4",
-             "rank 1: step 1, 2 groups, of its own train/0000/00000004 of 4, trains train/0000/00000002 of 4"],
+            ["rank 0: step 1, 2 groups, only here train/0000/00000003 of 4, trains train/0000/00000003 of 4",
+             "rank 1: step 1, 2 groups, only here train/0000/00000004 of 4, trains train/0000/00000002 of 4"],
         ),
         (
             "other lengths",
-            [f"rank {rank}: step 1, 2 groups, of its own none, trains train/0000/00000003 of 4" for rank in range(2)],
+            [f"rank {rank}: step 1, 2 groups, only here none, trains train/0000/00000003 of 4" for rank in range(2)],
         ),
     ],
 )  # fmt: skip

@@ -171,7 +171,7 @@ async def test_each_file_comes_once_and_goes_with_its_chain(open_route: OpenRout
 async def test_an_announcement_cannot_write_elsewhere(tmp_path: Path, server: FileServer, url: str) -> None:
     manifest = publish(tmp_path, server.url)
     for wrong in ({"url": url}, {"xxh3": "../../escape"}):
-        with pytest.raises(WeightsRefused, match="is no published file"):
+        with pytest.raises(WeightsRefused, match="is not a published file"):
             Downloader(tmp_path / "s0", TOKEN).localise(
                 altered(manifest, lambda plain, wrong=wrong: plain.update(wrong))
             )

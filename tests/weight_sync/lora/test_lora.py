@@ -155,7 +155,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"alpha_pattern": {"q_proj": "much"}}, "alpha"),
     ({"rank_pattern": {"(q_proj": 4}}, "unterminated"),
     ({"rank_pattern": 4}, "cannot be read"),
-    ({"lora_alpha": float("inf")}, "lora_alpha or a value of alpha_pattern is no number"),
+    ({"lora_alpha": float("inf")}, "lora_alpha or a value of alpha_pattern is not a number"),
 ]
 
 

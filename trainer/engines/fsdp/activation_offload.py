@@ -4,7 +4,7 @@
                            layer i − 2, whose copies had a layer's time, are freed on the device
     backward of layer i    those of layer i − 1 are copied back meanwhile
 
-So the device holds what two layers save, the last two of a pack never leave it, and transfers run beside the
+So the device holds what two layers save, the last two of a pack never leave it, and transfers overlap the
 arithmetic of a layer. Under `recompute` what a layer saves are its inputs.
 
 Storages are moved, not tensors: views of one, saved by several operations or layers, are copied once and come back
@@ -55,7 +55,7 @@ class Copies(Protocol):
 
 
 class SideStream:
-    """Beside the compute stream of a CUDA device. Streams and events are used here alone."""
+    """Copies in parallel with the compute stream of a CUDA device. Streams and events are used here alone."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device, self._cuda = device, cuda
@@ -118,7 +118,7 @@ class HostBuffers:
         return self.chunks * self._chunk_bytes
 
     def take(self, nbytes: int) -> list[Piece]:
-        """So many bytes, in one piece or several. Raises `RuntimeError` where the host has no more to pin."""
+        """Return this many bytes, in one piece or several. Raises `RuntimeError` where the host has no more to pin."""
         self._collect()
         pieces = []
         while nbytes:
@@ -179,7 +179,7 @@ class _Activation:
         return not self.original.expired() and tensor._version == self.version
 
     def leave(self) -> None:
-        """Begin the copy to the host; without effect where it was made, and on what has changed since."""
+        """Begin the copy to the host; without effect if it was made, and on what has changed since."""
         if self._pieces or self._saved is None or self._saved._version != self.version:
             return
         self._pieces = self._buffers.take(self.nbytes)
@@ -193,7 +193,7 @@ class _Activation:
             self._saved = None
 
     def come_back(self) -> None:
-        """Begin the copy to the device; without effect where it is there."""
+        """Begin the copy to the device; without effect if it is there."""
         if self._saved is not None or self._back is not None:
             return
         self._back = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device).untyped_storage()

@@ -1,4 +1,4 @@
-"""Exact attention over packed rows: each row attends to itself alone, at the cost of its own length.
+"""Exact attention over packed rows: each row attends to itself alone, at the cost of its length.
 
 On a GPU in half precision by torch's variable-length flash attention, in one kernel; elsewhere row by row: a
 block-diagonal mask over the whole pack would give the same numbers, but a CPU computes every masked block, and 2,000
@@ -53,7 +53,7 @@ class NoBounds(UnsupportedAttention):
 
 
 def _kernel() -> Any:
-    """torch's ``varlen_attn``; None where it does not take grouped heads and windows yet, or is not built."""
+    """torch's ``varlen_attn``; None if it does not take grouped heads and windows yet, or is not built."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -56,7 +56,7 @@ class FSDPEngine:
         *,
         routing_replay: bool = False,
     ) -> None:
-        """`routing_replay`: the policy's tokens are read by the experts that packs name. Raises `BadJob` where they
+        """`routing_replay`: the policy's tokens are read by the experts that packs name. Raises `BadJob` if they
         cannot be."""
         self.config = config
         self.temperature = temperature
@@ -300,7 +300,7 @@ def _model_state(engine: FSDPEngine, *, on_host: bool = False) -> dict[str, Any]
 class HashingWriter(FileSystemWriter):
     """Writes one rank's files of a checkpoint by DCP, and takes their checksums meanwhile.
 
-    Each rank leaves its files' fingerprints beside them before it says that it is done; rank 0, which seals the
+    Each rank leaves its files' fingerprints next to them before it says that it is done; rank 0, which seals the
     checkpoint, reads those and no file again. Files are on disk when they are closed.
     """
 

@@ -1,7 +1,7 @@
-"""Which kernels packed attention runs on a GPU: FlashAttention 3 where it is there and was seen to agree, else torch's.
+"""Which kernels packed attention runs on a GPU: FlashAttention 3 if it is there and agreed in a trial, else torch's.
 
     offer    capability 9.0, a torch that lists FA3, the package `flash_attn_interface`, half precision, packed rows
-    trial    this model's heads, head size and window: outputs and gradients beside those of torch's own kernel
+    trial    this model's heads, head size and window: outputs and gradients compared with those of torch's own kernel
     then     it is this process's for good; in every other case torch's own stays, and the log says why
 
 torch dispatches `varlen_attn` to what was activated, for the whole process: `scaled_dot_product_attention` too, which
@@ -52,7 +52,7 @@ def declined_because(
     """Why no trial is worth it; empty if one is.
 
     Args:
-        capability: of the device; None: there is no GPU.
+        capability: of the device; None without a GPU.
         dtype: of the arithmetic.
         packed: rows go through packed attention.
         one_head_size: queries, keys and values of all layers have the head size that is tried.
@@ -99,7 +99,7 @@ def use_flash(policy: Policy, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def row_loop_because(rows: RowPlan, dtype: torch.dtype, device: torch.device) -> str:
-    """Why packed rows have no kernel on this GPU, and what gives them one; empty where they have it."""
+    """Why packed rows have no kernel on this GPU, and what gives them one; empty if they have it."""
     if device.type != "cuda" or rows.layout is not RowLayout.PACKED or rows.attention != attention.NAME:
         return ""
     if dtype not in HALF:
@@ -116,7 +116,7 @@ def _has_one_head_size(config: Any) -> bool:
 
 
 def _tried(policy: Policy, dtype: torch.dtype, device: torch.device) -> str:
-    """Leaves it activated where it agrees. It may be already, by another engine of this process."""
+    """Leaves it activated if it agrees. It may be already, by another engine of this process."""
     config = policy.model.config.get_text_config()
     heads = config.num_attention_heads
     shape = Heads(
@@ -150,7 +150,7 @@ class Heads:
 
 def attended(shape: Heads, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """[output, gradients of queries, keys and values] of rows that are the same at every call, some of which share a
-    prompt; without the model's window and, where it has one, with it."""
+    prompt; without the model's window and, if it has one, with it."""
     generator = torch.Generator().manual_seed(0)
     lengths, parents = torch.tensor(TRIED_LENGTHS), torch.tensor(TRIED_PARENTS)
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
@@ -166,9 +166,9 @@ def attended(shape: Heads, dtype: torch.dtype, device: torch.device) -> list[Ten
 
 
 def difference(actual: list[Tensor], expected: list[Tensor]) -> str:
-    """Why they are not the same up to rounding; empty where they are."""
+    """Why they are not the same up to rounding; empty if they are."""
     for mine, own in zip(actual, expected, strict=True):
         apart = (mine.float() - own.float()).norm() / own.float().norm()
-        if not float(apart) <= TOLERANCE:  # NaN is no agreement
+        if not float(apart) <= TOLERANCE:  # NaN fails as well
             return f"its results are {float(apart):.3g} of their norm away from torch's own"
     return ""

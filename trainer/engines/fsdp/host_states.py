@@ -40,7 +40,7 @@ class HostStates:
 
     @torch.no_grad()
     def move_to_host(self) -> None:
-        """Without effect where they are there. Raises `RuntimeError` for memory that is not torch's own to free."""
+        """Without effect if they are there. Raises `RuntimeError` for memory that is not torch's own to free."""
         if self._away:
             return
         storages = {key: one for key, one in self._storages().items() if one.nbytes()}

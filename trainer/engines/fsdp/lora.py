@@ -1,10 +1,10 @@
-"""LoRA: the model stays as it is, low-rank matrices beside some of its own learn.
+"""LoRA: the model stays as it is, low-rank matrices next to some of its matrices learn.
 
     W' = W + s·B·A      A [r, in], B [out, r]; s = alpha / r; B starts at 0: before training W' = W
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1. Only A and B have
 gradients and moments, only they are in checkpoints and in published versions; the reference policy is the same model
-with s = 0, so it needs no weights of its own.
+with s = 0, so it needs no further weights.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Adapter:
             )
         model.requires_grad_(False)
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
-        # Logprobs are computed from the head's own weight; an adapter beside it would learn nothing.
+        # Logprobs are computed from the head's own weight; an adapter next to it would learn nothing.
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         for name, layer in self._layers.items():
             if any(layer is end for end in ends):
@@ -179,7 +179,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def merged(tensor: Tensor, change: LowRank | None) -> Tensor:
-    """W', whole; in float32 where something is added. A collective where they are sharded."""
+    """W', whole; in float32 where something is added. A collective if they are sharded."""
     full = gathered(tensor)
     if change is None:
         return full

@@ -1,7 +1,7 @@
 """A causal language model that answers with the logprobs of sampled tokens instead of logits.
 
     logprob_n = log softmax(logits(position before n) / temperature)[id_n]
-    entropy_n = −Σ_v p_v · log p_v        of the same distribution, where it is asked for
+    entropy_n = −Σ_v p_v · log p_v        of the same distribution, if it is asked for
     coarse_n                              of the same one: logprobs of the pack's `top_ids` and of the rest, likewise
 
 Only positions that predict a sampled token go through the output head, whose logits exist a tile at a time
@@ -163,7 +163,7 @@ def keep_in(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def load_model(model: str, *, in_slices: bool = False) -> LoadedModel:
-    """`in_slices`: without weights where that can be, for each rank to read its own slices. Raises `BadJob`."""
+    """`in_slices`: without weights if possible, for each rank to read its own slices. Raises `BadJob`."""
     if sees_images(model):  # whole; all of it learns, the vision tower too
         seeing = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
         vision = Vision.of(model, seeing.eval())
@@ -241,7 +241,7 @@ class Critic(nn.Module):
 
 def load_critic(model: str, config: TrainerConfig, *, in_slices: bool = False) -> Critic:
     """Master weights in float32 unless trainer.critic.dtype says otherwise, the body's from `model`, without dropout.
-    The whole critic learns, also beside LoRA."""
+    The whole critic learns, also with LoRA."""
     loaded = load_model(model, in_slices=in_slices)
     if config.liger:
         use_liger(loaded.model)

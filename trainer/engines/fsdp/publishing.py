@@ -25,7 +25,7 @@ def local_shards(model: nn.Module, names: HubNames, dtype: torch.dtype, rank: in
     """This rank's part of every tensor of the files, views of its parameters; floating-point ones are published in
     `dtype`.
 
-    None where some part is no range of a tensor's bytes: tensor parallelism splits columns as well, and there are
+    None if some part is not a range of a tensor's bytes: tensor parallelism splits columns as well, and there are
     parameters other than experts that the files have in several tensors.
     """
     shards: list[Shard] = []
@@ -75,7 +75,7 @@ class _Part:
 
 
 def _part(tensor: Tensor, published: torch.dtype, rank: int, world: int) -> _Part | None:
-    """None where it is no range of rows. What every rank has whole is rank 0's."""
+    """None if it is not a range of rows. What every rank has whole is rank 0's."""
     whole = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         rows = (whole[0] if whole else 1, *[0] * (world - 1))

@@ -56,7 +56,7 @@ class RowPlan:
     attention: str
     """transformers' name of it."""
     mixers: str = ""
-    """The kinds of its layers that carry a state from token to token; empty where it has none."""
+    """The kinds of its layers that carry a state from token to token; empty if it has none."""
     row_by_row: bool = False
     """They are called once for every row of a pack."""
     unpacked_because: str = ""

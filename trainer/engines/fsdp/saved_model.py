@@ -48,7 +48,7 @@ def _write(folder: Path, number: int, tensors: dict[str, Tensor]) -> tuple[Path,
 
 
 def save_settings(model: PreTrainedModel, folder: Path) -> None:
-    """What a Hugging Face folder has beside weights and tokenizer."""
+    """What a Hugging Face folder has in addition to weights and tokenizer."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = torch.float32

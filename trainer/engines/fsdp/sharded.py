@@ -1,4 +1,4 @@
-"""FSDP2: a module's weights, and where it learns AdamW's moments, in shards over a device mesh.
+"""FSDP2: a module's weights, and if it learns AdamW's moments, in shards over a device mesh.
 
 Over which ranks FSDP's weights lie, and who shares this rank's tokens.
 
@@ -15,8 +15,8 @@ Layers whose activations are not kept for the backward but computed again: all o
     selective   also the outputs of attention and of every second product   half of the products more: 7/6
 
 What is kept is torchtitan's policy (`op_sac_save_list`): of a dense layer of transformers the queries, values, the
-gate and the MLP's output beside attention's. Products of experts by groups count like others; batched ones (`bmm`) are
-always computed again, since attention without a kernel makes its L² scores with them.
+gate and the MLP's output in addition to attention's. Products of experts by groups count like others; batched ones
+(`bmm`) are always computed again, since attention without a kernel makes its L² scores with them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ShardedModule:
             self.reshard()
 
     def reshard(self) -> None:
-        """Where there is one shard only, a forward leaves the weights as it computed with them, in bfloat16 under that
+        """With one shard only, a forward leaves the weights as it computed with them, in bfloat16 under that
         dtype: who then reads them must find the masters."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
@@ -277,13 +277,13 @@ class Mesh:
         self.context = _context(layout, timeout) if layout.context > 1 else None
 
     def close(self) -> None:
-        """Let go of the groups. DTensor's caches keep every device mesh as long as the process lives, and a mesh keeps
+        """Release the groups. DTensor's caches keep every device mesh as long as the process lives, and a mesh keeps
         its groups: their threads could abort the ending interpreter."""
         getattr(self._whole, "_pg_registry", {}).clear()
 
     @property
     def shards(self) -> DeviceMesh:
-        """[replicate, shards], or [shards] where there is one set: consecutive ranks hold all shards."""
+        """[replicate, shards], or [shards] if there is one set: consecutive ranks hold all shards."""
         return self._whole["shards"] if self.replicate == 1 else self.sets
 
     @property

@@ -3,7 +3,7 @@
     open_shell(model) ─► parameters on meta, buffers real ─► cut, sharded (`sharded`) ─► fill: each rank its slices
 
 A parameter that the files have in another form is made from the tensors that this rank's part needs: of stacked
-experts, those of its own rows. Values are those of `from_pretrained`, to the bit.
+experts, those of its rows. Values are those of `from_pretrained`, to the bit.
 """
 
 from __future__ import annotations

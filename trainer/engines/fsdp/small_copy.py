@@ -1,6 +1,6 @@
 """A small copy of a model, with random weights: one layer of each kind, thin MLPs, few experts and words.
 
-Attention keeps its widths in the copy; nothing else moves numbers from one row to another. So it tells how the model
+Attention keeps its widths in the copy; nothing else moves numbers from one row to another. So it shows how the model
 computes, at a small part of its memory.
 """
 

@@ -64,7 +64,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class TensorFiles:
-    """All of a model's. Raises `BadJob` for a file that is no safetensors, or cut short."""
+    """All of a model's. Raises `BadJob` for a file that is not safetensors, or is cut short."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.places: Mapping[str, TensorPlace] = {name: place for file in files for name, place in _places(file)}
@@ -127,7 +127,7 @@ def _places(file: Path) -> Iterator[tuple[str, TensorPlace]]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
-            raise BadJob(f"{file} is no safetensors file, or cut short: {size} bytes; download the model again")
+            raise BadJob(f"{file} is not a safetensors file, or cut short: {size} bytes; download the model again")
         header = opened.read(length)
     try:
         described: dict[str, Any] = json.loads(header)
@@ -139,7 +139,7 @@ def _places(file: Path) -> Iterator[tuple[str, TensorPlace]]:
 
 
 def _place(file: Path, entry: Mapping[str, Any], base: int, size: int) -> TensorPlace:
-    """Raises `ValueError`, `KeyError` for what is no entry of this file."""
+    """Raises `ValueError`, `KeyError` for what is not an entry of this file."""
     begin, end = entry["data_offsets"]
     shape, dtype = tuple(int(part) for part in entry["shape"]), CODES[entry["dtype"]]
     if begin < 0 or base + end > size or end - begin != math.prod(shape) * dtype.itemsize:

@@ -76,9 +76,7 @@ def split_over(owner: Any, mesh: DeviceMesh) -> None:
         if not list(module.parameters(recurse=False)):
             continue
         if list(module.children()):
-            raise CannotSplitModel(
-                f"{name} ({type(module).__name__}) has parameters of its own beside those of its parts"
-            )
+            raise CannotSplitModel(f"{name} ({type(module).__name__}) has parameters in addition to those of its parts")
         # Every rank has loaded the same weights: each takes its part without asking another.
         kind, arguments = STYLES[plan[name]] if name in plan else (ReplicatedWhole, {})
         parallelize_module(module, mesh, kind(**arguments), src_data_rank=None)
@@ -96,7 +94,7 @@ def plan_of(model: PreTrainedModel, size: int) -> dict[str, str]:
     patterns = {re.compile(re.escape(name).replace(r"\*", r"\d+")): style for name, style in model_plan.items()}
     names = [name for name, _ in model.named_modules()]
     plan = {name: style for name in names for pattern, style in patterns.items() if pattern.fullmatch(name)}
-    # Embedding and head share out the vocabulary where that goes up; else both stay whole.
+    # Embedding and head share out the vocabulary if its size is divisible; else both stay whole.
     named = {id(module): name for name, module in model.named_modules()}
     vocabulary: Any = model.get_input_embeddings()
     embedding, head = named[id(vocabulary)], named.get(id(model.get_output_embeddings()))

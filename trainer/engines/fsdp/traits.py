@@ -1,7 +1,7 @@
 """Traits of a model's computation, found by trying: its attention on packed rows, its output head, prompts that rows
 share.
 
-On the model itself where it is loaded whole; where each rank reads its own slices, on a small copy.
+On the model itself if it is loaded whole; where each rank reads its own slices, on a small copy.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Traits:
     shares_prompts: bool
     """Whether it takes packs whose rows share their prompts."""
     unrouted_because: str = ""
-    """Why no `Routers` can be made of it: it has no experts, or chooses them in another way. Empty where they can."""
+    """Why no `Routers` can be made of it: it has no experts, or chooses them in another way. Empty if they can."""
 
 
 def find_traits(model: PreTrainedModel, vision: Vision | None = None) -> Traits:
-    """`model` has weights and is on the host; it takes the plan for its rows. Raises `BadJob` where there is none.
+    """`model` has weights and is on the host; it takes the plan for its rows. Raises `BadJob` if there is none.
     `vision`: it sees images."""
     device = torch.device("cuda" if mixers_of(model) and torch.cuda.is_available() else "cpu")
     module: nn.Module = model

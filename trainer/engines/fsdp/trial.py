@@ -23,13 +23,13 @@ TIMEOUT_S = 300.0
 @dataclass(frozen=True, slots=True)
 class Trial:
     refused: str = ""
-    """Why the engine would not train this model; empty where it would."""
+    """Why the engine would not train this model; empty if it would."""
     skipped: str = ""
     """Why that could not be found out."""
     copied: bool = False
     """A copy was tried: nothing is known of the weights."""
     unpacked_because: str = ""
-    """Why the engine would not pack this model's rows; empty where it would."""
+    """Why the engine would not pack this model's rows; empty if it would."""
 
 
 def try_model(model: str) -> Trial:

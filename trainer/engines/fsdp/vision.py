@@ -1,4 +1,4 @@
-"""The pixels of a pack: encoded images in, what a model of images and text takes beside its ids out.
+"""The pixels of a pack: encoded images in, what a model of images and text takes in addition to its ids out.
 
     Pack.images ─► decode, RGB ─► the model's own image processor ─► pixel_values, image_grid_thw
     ids [B, W]  ─► mm_token_type_ids: 1 where an image's part stands, by which the model lays out its 3-D positions
@@ -167,7 +167,7 @@ class Vision:
         return ids.masked_fill(stray, 0), (places & ~stray).int()
 
     def _positions_of(self, ids: Tensor, marks: Tensor, seen: Sequence[Pixels]) -> Tensor:
-        """[4, 1, T]: the place in the row, by which rows end to end are told apart, and the model's own three."""
+        """[4, 1, T]: the place in the row, which separates rows that lie end to end, and the model's own three."""
         plain = torch.arange(ids.shape[1], device=ids.device)[None]
         if not seen:
             return plain.expand(4, 1, -1)

@@ -1,6 +1,6 @@
 """Models and weights through mbridge: what is Hugging Face's and what is megatron-core's.
 
-megatron-core's own layers, where there is no Transformer Engine: plain torch operations on rows in a rectangle.
+megatron-core's own layers, without Transformer Engine: plain torch operations on rows in a rectangle.
 
 They have neither packed rows nor context or sequence parallelism. Their weights have other names than those with which
 mbridge reckons: norms stand alone, and each expert is a module.
@@ -69,7 +69,7 @@ class ModelBridge:
         return self._bridge.config
 
     def build(self, *, trained: bool) -> list[nn.Module]:
-        """This rank's part of the model, with weights; wrapped for data parallelism where it is trained. Raises
+        """This rank's part of the model, with weights; wrapped for data parallelism if it is trained. Raises
         `BadJob` where mbridge has no place for one of its tensors."""
         try:
             models: list[nn.Module] = self._bridge.get_model(
@@ -91,7 +91,7 @@ class ModelBridge:
         return models
 
     def save_settings(self, folder: Path) -> None:
-        """What a Hugging Face folder has beside weights and tokenizer."""
+        """What a Hugging Face folder has in addition to weights and tokenizer."""
         self.hf_config.save_pretrained(folder)
         generation = self.folder / "generation_config.json"
         if generation.is_file():
@@ -145,7 +145,7 @@ def unwrapped(model: Any) -> Any:
 
 def _sum_experts_over_tensor_ranks(model: nn.Module, **about: Any) -> None:
     """Before the model is wrapped: the wrapper then adds up an expert's gradient over all ranks that have it, which
-    megatron-core does by itself where there are expert ranks."""
+    megatron-core does by itself if there are expert ranks."""
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
@@ -250,7 +250,7 @@ def _layer_spec(config: Any) -> Any:
 
 
 def _name_experts_as_grouped(bridge: Any) -> None:
-    """mbridge tells experts by the names that they have in Transformer Engine's grouped layer."""
+    """mbridge recognises experts by the names that they have in Transformer Engine's grouped layer."""
     local_to_global = bridge._weight_name_mapping_mcore_local_to_global
 
     def mapped(model: Any, consider_ep: bool = True) -> dict[str, str]:

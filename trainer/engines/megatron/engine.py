@@ -94,7 +94,7 @@ class MegatronEngine:
         return RouterLoads(self._routers.take_load(), has_aux_loss)
 
     def _wrap_routers(self, models: list[nn.Module], *, routing_replay: bool) -> StageRouters | None:
-        """None for a model whose routers cannot be recorded. Raises `BadJob` where they must be."""
+        """None for a model whose routers cannot be recorded. Raises `BadJob` if they must be."""
         try:
             return StageRouters(models, layers_of(self._bridge.folder), self._ranks.device)
         except NoRouters as error:
@@ -170,7 +170,7 @@ def _reduce_gradients(models: list[Any], num_tokens: Any = None, **groups: Any) 
 
 
 SEED = 1
-"""Of megatron's random states. No number depends on it: weights are loaded, and there is no dropout."""
+"""Of megatron's random states. No number depends on it: weights are loaded, and dropout is off."""
 _made: dict[str, Any] = {}
 """What the groups were made from, so that a second engine on the same ranks takes them over."""
 

@@ -51,7 +51,7 @@ class ContextShare:
     mine: Tensor
     """[L] bool, this rank has the token"""
     place: Tensor
-    """[L] where among this rank's tokens; meaningless where it is not `mine`"""
+    """[L] where among this rank's tokens; meaningless if it is not `mine`"""
     length: int
     """Tokens of this rank, filling included"""
 
@@ -75,7 +75,7 @@ def rectangle(pack: Pack, align: int) -> Inputs:
 
 
 def packed(pack: Pack, align: int, contexts: int, context: int) -> Inputs:
-    """Return the inputs on context rank `context` of `contexts`; `align` is a multiple of 2 · contexts where there are
+    """Return the inputs on context rank `context` of `contexts`; `align` is a multiple of 2 · contexts if there are
     several.
     """
     from megatron.core.packed_seq_params import PackedSeqParams

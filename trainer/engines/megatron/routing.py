@@ -6,7 +6,7 @@
     Routing ─► GPTModel ─► TransformerBlock ─► a layer's forward ─► TopKRouter ─► topk_routing_with_score_function
                            as `attention_bias`  takes it out                       asks `router_replay` which k experts
 
-The choice is the pack's where it knows one; the weights are those that megatron-core makes of the scores which the
+The choice is the pack's if it knows one; the weights are those that megatron-core makes of the scores which the
 trainer's own gate gives the chosen experts, so gradients flow into the gate. Experts are numbered over all ranks:
 expert parallelism changes nothing here.
 
@@ -47,7 +47,7 @@ OWN_WAY = {
     "moe_router_load_balancing_type": "sinkhorn",
     "moe_router_force_load_balancing": True,
 }
-"""megatron's settings under which its routers ask nobody."""
+"""megatron's settings under which its routers do not ask a chooser."""
 
 
 class StageRouters:
@@ -163,7 +163,7 @@ class _Chooser:
 
 
 def _taking_out(forward: Callable[..., Any], chooser: _Chooser | None) -> Callable[..., Any]:
-    """A layer's forward that gives the `Routing` in its arguments to `chooser`, and to nobody else."""
+    """A layer's forward that gives the `Routing` in its arguments to `chooser`, and to nothing else."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         routing = kwargs.pop(CARRIER, None)
@@ -195,7 +195,7 @@ def _check_router(router: Any, layers: MixtureLayers) -> None:
     mixtures, config = layers.mixtures, router.config
     own_way = [name for name, value in OWN_WAY.items() if getattr(config, name, None) == value]
     if own_way:
-        raise NoRouters(f"megatron-core's routers cannot be told experts under {', '.join(own_way)}")
+        raise NoRouters(f"megatron-core's routers cannot replay experts under {', '.join(own_way)}")
     if (router.topk, config.num_moe_experts) != (mixtures.per_token, mixtures.experts):
         raise NoRouters(
             f"megatron-core chooses {router.topk} of {config.num_moe_experts} experts, where the model's settings say "

@@ -49,7 +49,7 @@ def check(config: TrainerConfig) -> None:
 
 
 def check_machine(config: TrainerConfig) -> None:
-    """Raises `BadJob` where this machine, or this Python environment, cannot run the engine as it is set."""
+    """Raises `BadJob` if this machine, or this Python environment, cannot run the engine as it is set."""
     missing = [name for name in ("megatron.core", "mbridge") if not _is_installed(name)]
     if missing:
         raise BadJob(f"trainer.engine megatron: {' and '.join(missing)} not installed in this Python; {SETUP_HINT}")
