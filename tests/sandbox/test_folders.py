@@ -83,7 +83,7 @@ def test_a_folder_with_a_way_out_is_refused(tmp_path: Path, kind: str) -> None:
             os.mkfifo(tmp_path / "deep" / "way")
         else:
             listener.bind(str(tmp_path / "deep" / "way"))
-        with pytest.raises(SandboxError, match=r"sandbox\.folders\./agents: .*deep/way is no file"):
+        with pytest.raises(SandboxError, match=r"sandbox\.folders\./agents: .*deep/way is not a file"):
             make_sandbox(config, "tests")
 
 

@@ -64,8 +64,8 @@ def test_a_sweep_is_a_table_with_one_line_per_value(small: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["rollout.sevrers=2"], "there is no key sevrers; there are servers"),
-        (["rolout.servers=2"], "there is no section rolout; there are work, rollout"),
+        (["rollout.sevrers=2"], "unknown key sevrers; known are servers"),
+        (["rolout.servers=2"], "unknown section rolout; known are work, rollout"),
         (["rollout.servers=0"], "rollout.servers: Input should be greater than or equal to 1"),
         (["rollout.servers"], "write it as key=value"),
         (["max_staleness=0.5"], "bounded takes a whole max_staleness"),

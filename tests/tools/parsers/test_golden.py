@@ -242,7 +242,7 @@ def test_parser_separates_calls_and_content(parser: str, text: str, content: str
         ("functionary", "<function=>{}</function>", "a name and > belong behind <function="),
         ("functionary_v3_2", 'f\n{"x": 1', "no valid JSON"),
         ("kimi_k3", f"{K3}{END_K3}", 'call tool="NAME" belongs'),
-        ("kimi_k3", f"{K3}{K3_CALL}{argument('x', 'number', 'one')}", "'one' is no JSON"),
+        ("kimi_k3", f"{K3}{K3_CALL}{argument('x', 'number', 'one')}", "'one' is not JSON"),
         ("kimi_k3", f"{K3}{K3_CALL}{argument('x', 'string', '<|open|>')}", "a value holds <|open|>"),
         ("kimi_k3", f"{K3}{K3_CALL}{argument('x', 'string', '1') * 2}", "the argument 'x' is given twice"),
         ("kimi_k3", f"{K3}{K3_CALL}{argument('', 'string', '1')}", "an argument has no key"),

@@ -84,7 +84,7 @@ def test_marks_without_a_column_are_text(tmp_path: Path) -> None:
         ({"images": "a.png"}, "images must be a list of pictures, found str"),
         ({"images": [3]}, r"images\[0\] must be .*, found int"),
         ({"images": [{"path": None}]}, r"images\[0\] has neither bytes nor a path"),
-        ({"images": ["none.png"]}, r"images\[0\]: .*none.png is no file"),
+        ({"images": ["none.png"]}, r"images\[0\]: .*none.png is not a file"),
         ({"videos": ["a.mp4"]}, "column 'videos' has some"),
     ],
 )
