@@ -259,7 +259,7 @@ def test_parser_separates_calls_and_content(parser: str, text: str, content: str
         ("deepseek", f"{CALLS}f{SEP}{{}}{END_CALL}", f"stands where {CALL} belongs"),
         ("deepseek", f"{CALLS}{CALL}f{{}}{END_CALL}", f"a name and {SEP} belong"),
         ("deepseek", f"{CALLS}{CALL}f{SEP}{{}}", f"{END_CALL} is missing"),
-        ("deepseek", f"{CALLS}{CALL}code{SEP}f\n```json\n{{}}\n```{END_CALL}", "no kind of tool 'code'"),
+        ("deepseek", f"{CALLS}{CALL}code{SEP}f\n```json\n{{}}\n```{END_CALL}", "unknown kind of tool 'code'"),
         ("deepseek", f"{CALLS}{CALL}function{SEP}f\n```json\n{{}}{END_CALL}", "stands where ``` belongs"),
         ("harmony", f"{TO_F}print(1)<|call|>", "no valid JSON"),
         ("harmony", f"{TO_F}{{}}<|end|>", "stands where <|call|> belongs"),
