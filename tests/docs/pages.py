@@ -122,10 +122,10 @@ def inline_code(page: str) -> list[str]:
 
 
 def our_code(page: str) -> list[str]:
-    """Code in prose, but for first cells of tables about other frameworks, which hold those frameworks' names."""
+    """Code in prose, but for first cells of tables and beginnings of items about other frameworks: their names."""
     text = prose(page)
     if page.startswith("docs/from/"):
-        text = re.sub(r"^\| .*? \| ", "| ", text, flags=re.MULTILINE)
+        text = re.sub(r"^(\| .*? \| |- [*`][^:]+: )", "", text, flags=re.MULTILINE)
     return INLINE.findall(text)
 
 
