@@ -5,16 +5,21 @@ Trajectory.images ─► images_by_segment ─► `Row.images`, encoded         
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from penstock.common import write_atomically
+from penstock.common import Backoff, write_atomically
 from penstock.rollout_server import BadRequest, ImageRef, read_images
 from penstock.transfer_queue import EpisodeImages
 
 FOLDER = "images"
 """Of a run: the images of its recorded trajectories, each once, named by the sha256 of its bytes."""
+
+
+READS, READ_AGAIN = 3, Backoff(0.5, 2.0)
+"""A file that cannot be read so often is gone."""
 
 
 class UnreadableImages(ValueError):
@@ -56,11 +61,23 @@ def keep_images(images: EpisodeImages, folder: Path) -> None:
             write_atomically(folder / name, data)
 
 
+def _read_again(images: Sequence[ImageRef]) -> list[bytes]:
+    """Read `images`; a disk or a network that fails may come back. Raises `BadRequest`, `ValueError`."""
+    pauses = READ_AGAIN.pauses()
+    while True:
+        try:
+            return read_images(images)
+        except BadRequest as error:
+            if not isinstance(error.__cause__, OSError) or pauses.failures == READS - 1:
+                raise
+            time.sleep(pauses.next_s())
+
+
 def _read_all(images: EpisodeImages) -> dict[str, bytes]:
     """Return all images by name."""
     try:
         refs = [ImageRef(sha256=name, url=url) for name, url in images.urls.items()]
-        read: Sequence[bytes] = read_images(refs)
+        read = _read_again(refs)
     except (BadRequest, ValueError) as error:
         raise UnreadableImages(f"{error}: files that a dataset names must stay until its run is over") from error
     for name, data in images.data.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 from collections.abc import Sequence
@@ -23,9 +24,11 @@ from tests.rollout_server.seeing import ask_about, ref
 from tests.vision_model import save_qwen3_vl, save_vision_model, vision_tokenizer
 from trainer_support import run_ranks
 
+from penstock.common import Backoff
 from penstock.rollout_server import Generation
 from penstock.trainer import BadJob, Ranks, TrainerConfig, make_row, make_step_batch, pack_rows
 from penstock.trainer.batch import Row, UntrainableEpisodes, number_tokens
+from penstock.trainer.data import images as images_module
 from penstock.trainer.engines.fsdp import FSDPEngine, Policy, load_policy
 from penstock.trainer.engines.fsdp.rows import RowPlan
 from penstock.trainer.packing import RowLayout, join_rows
@@ -177,6 +180,30 @@ def test_a_step_reads_images_from_payload_and_files(policy: Policy, tmp_path: Pa
     ):
         with pytest.raises(UntrainableEpisodes, match=rf"episode train/0#0: .*({message})"):
             make_step_batch(batch, [0], [trajectory_of(changed, 2)], 0, model)
+
+
+@pytest.mark.parametrize(("failures", "is_read"), [(images_module.READS - 1, True), (images_module.READS, False)])
+def test_a_disk_that_fails_is_read_again(
+    failures: int, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, read_bytes, failed = tmp_path / "night.png", Path.read_bytes, list[Path]()
+    file.write_bytes(NIGHT)
+
+    def read(path: Path) -> bytes:
+        if len(failed) < failures:
+            failed.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(images_module, "READ_AGAIN", Backoff(0.0))
+    night = ref(NIGHT).sha256
+    images = EpisodeImages([[night]], {}, {night: file.as_uri()})
+    if is_read:
+        assert images_module.encoded_images(images) == [[NIGHT]]
+    else:
+        with pytest.raises(images_module.UnreadableImages, match="Input/output error"):
+            images_module.encoded_images(images)
 
 
 @pytest.mark.deep
