@@ -90,6 +90,7 @@ class BatchSource:
     async def leave_out(self, step: int, problems: Mapping[str, str]) -> None:
         """Take episodes that cannot be trained out of the step; `take` then has the others. `problems`: by episode id,
         the same on all ranks. Raises `PayloadsLost`."""
+        await self.close()  # where this rank was told to stop it still waits for the batch
         first = next(iter(problems.values()))
         await self._drop(step, list(problems), f"{len(problems)} episodes cannot be trained: {first}")
         self._step = -1
