@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 from torch.distributed.checkpoint import CheckpointException
@@ -111,7 +111,7 @@ class Saver(BackgroundWork):
         self._saved = step
         # Rank 0 alone waited for the version, and the commit, of the checkpoint before.
         await self._in_torch(self._ranks.meet)
-        with self._failure_named(step):
+        async with self._failure_named(step):
             future = await self._in_torch(self._engine.begin_save, self._store.unfinished(step))
         checkpoint = CheckpointInfo(
             self._store.unfinished(step), step, data_cursor, self._ranks.world, self._recent.below(step)
@@ -164,13 +164,13 @@ class Saver(BackgroundWork):
     async def _finish(self, checkpoint: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
         with self._timeline.during(Track.CHECKPOINT, "checkpoint", checkpoint.step):
             async with asyncio.timeout(self._timeout_s):
-                with self._failure_named(checkpoint.step):
+                async with self._failure_named(checkpoint.step):
                     await asyncio.wrap_future(future)
                 if not self._ranks.is_rank0:
                     return
                 # A checkpoint of a trainer that was replaced would stand for the steps of the one in its place.
                 await self._queue.check_training()
-                with self._failure_named(checkpoint.step):
+                async with self._failure_named(checkpoint.step):
                     await asyncio.to_thread(
                         self._store.seal, checkpoint.step, checkpoint.data_cursor, checkpoint.ranks, checkpoint.batches
                     )
@@ -179,16 +179,17 @@ class Saver(BackgroundWork):
                 await self._queue.commit(checkpoint.step, checkpoint.batches)
                 self._recent.committed(checkpoint.step)
 
-    @contextmanager
-    def _failure_named(self, step: int) -> Iterator[None]:
+    @asynccontextmanager
+    async def _failure_named(self, step: int) -> AsyncIterator[None]:
         """Raises `CheckpointFailed` for what fails in the block; half a checkpoint does not stay to fill the disk."""
         folder = self._store.unfinished(step)
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:
+            # On a slow disk either takes long, and leases are renewed meanwhile.
             if self._ranks.is_rank0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise failed_save(folder, self._nbytes, error) from error
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise await asyncio.to_thread(failed_save, folder, self._nbytes, error) from error
 
 
 SPILL_TIMEOUT_S = 600.0

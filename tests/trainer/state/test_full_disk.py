@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.trainer.trainer_support import make_job
@@ -37,8 +40,15 @@ def assert_named_and_gone(error: BaseException, folder: Path, step: int) -> None
 
 
 async def test_a_full_disk_ends_the_trainer_with_the_folder_and_the_bytes(
-    tmp_path: Path, tiny_model: str, full_checkpoints: Path
+    tmp_path: Path, tiny_model: str, full_checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rmtree = shutil.rmtree
+
+    def remove(*arguments: Any, **options: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread(), "the event loop would stand still"
+        rmtree(*arguments, **options)
+
+    monkeypatch.setattr("penstock.trainer.state.saver.shutil.rmtree", remove)
     with pytest.raises(NotSaved) as refused:
         await train(make_job(tmp_path, tiny_model, {"checkpoint_every": 2}))
     assert_named_and_gone(refused.value, full_checkpoints, 2)
