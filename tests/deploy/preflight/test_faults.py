@@ -425,6 +425,9 @@ def test_shared_memory_for_a_model_whose_config_names_its_sizes_otherwise(
 def test_more_episodes_than_files_may_be_open() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert_refused(check_open_files, [f"agent.concurrency={hard}"], "open files", "ulimit -Hn")
+    # Each member of a broadcast is in a group with all workers for each of the trainer's ranks.
+    many = ["rollout.weight_transport=broadcast", "trainer.ranks=64", f"rollout.servers={hard // 64}"]
+    assert_refused(check_open_files, many, "open files", "ulimit -Hn")
 
 
 def test_package_older_than_the_installed_metadata_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
