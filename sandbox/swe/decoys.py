@@ -11,6 +11,7 @@ constant, a data file), the reference patch proves each change (`reference`).
 
 from __future__ import annotations
 
+import hashlib
 import posixpath
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +24,8 @@ from penstock.sandbox.swe.task import SweTask, SweTaskError
 from penstock.sandbox.swe.workspace import Workspace
 
 MAX_FILE_BYTES = 4 << 20
+DRAWS_PER_ROUND = 4
+"""Wrong versions of each test that are drawn, to find as many different ones as there are rounds."""
 
 
 ParameterValues = Sequence[Sequence[Mapping[str, str]]]
@@ -97,19 +100,35 @@ class Round:
 def certain_rounds(task: SweTask, files: Mapping[str, bytes], count: int) -> list[Round]:
     """Return rounds with certain verdicts; none if no hidden test has an expectation to get wrong.
 
-    Of each test function one other version is made. The number of rounds that have it is uniform from 1 to `count`:
-    how often a version is seen then says nothing of which one is right.
+    Wrong versions are the same in each grading of a task, in every process, and each is seen as often as the right one:
+    code that carries from box to box, or from grading to grading, what it saw learns nothing of which one is right.
+    A single test function has `count` wrong versions, where its literals allow, one in each round: no rule tells all
+    of them from the right one but by chance. Others have one, in a number of rounds that is uniform from 1 to `count`.
     """
     dice = random.SystemRandom()
-    edits: dict[tuple[str, Name], Edit] = {}
-    for path, data in files.items():
-        wrong = wrong_tests(data, names_in(path, task.fail_to_pass), dice)
-        edits.update({(path, name): edit for name, edit in wrong.items()})
-    chosen: list[set[tuple[str, Name]]] = [set() for _ in range(count)]
-    for one in edits:
-        for place in dice.sample(range(count), dice.randint(1, count)):
-            chosen[place].add(one)
-    return [_round(task, files, {one: edits[one] for one in some}) for some in chosen] if edits else []
+    fixed = fixed_dice(task)
+    drawn = [_wrong_versions(task, files, fixed) for _ in range(DRAWS_PER_ROUND * count)]
+    chosen: list[dict[tuple[str, Name], Edit]] = [{} for _ in range(count)]
+    for one in drawn[0]:
+        versions = list(dict.fromkeys(some[one] for some in drawn))[:count]
+        if len(drawn[0]) > 1 or len(versions) < count:
+            versions = versions[:1] * dice.randint(1, count)
+        for place, version in zip(dice.sample(range(count), len(versions)), versions, strict=True):
+            chosen[place][one] = version
+    return [_round(task, files, edits) for edits in chosen] if drawn[0] else []
+
+
+def fixed_dice(task: SweTask) -> random.Random:
+    """The same numbers for a task in every process; code in a grading box does not know the reference patch."""
+    return random.Random(hashlib.sha256(b"\0".join((task.instance_id.encode(), task.test_patch, task.patch))).digest())
+
+
+def _wrong_versions(task: SweTask, files: Mapping[str, bytes], dice: random.Random) -> dict[tuple[str, Name], Edit]:
+    return {
+        (path, name): edit
+        for path, data in files.items()
+        for name, edit in wrong_tests(data, names_in(path, task.fail_to_pass), dice).items()
+    }
 
 
 def _round(task: SweTask, files: Mapping[str, bytes], edits: Mapping[tuple[str, Name], Edit]) -> Round:

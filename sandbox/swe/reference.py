@@ -21,6 +21,7 @@ from penstock.sandbox.swe.decoys import (
     ParameterValues,
     Round,
     certain_rounds,
+    fixed_dice,
     function_of,
     names_in,
     only_turned,
@@ -63,6 +64,7 @@ class Reference:
         """Tests of which an expected value can be changed."""
         self._task = task
         self._data = hidden_data(task)
+        self._dice = fixed_dice(task)
         self._files: Mapping[str, bytes] = {}
         """Hidden tests and their data."""
         self._hidden: tuple[str, ...] = ()
@@ -159,8 +161,7 @@ class Reference:
         return random.SystemRandom().sample(self._plans, min(count, len(self._plans)))
 
     async def _try(self, boxes: GradingBoxes, base: GradingRun, odds: float) -> Round:
-        dice = random.SystemRandom()
-        files: dict[str, bytes] = {}
+        dice, files = self._dice, dict[str, bytes]()
         if self._strategy is not None:
             files |= changed_data(self._data_files, self._strategy, dice, odds)
         for path, data in self.sources.items():
@@ -220,7 +221,7 @@ def _is_open(data: bytes, names: set[Name]) -> bool:
 def _changed_tests(data: bytes, names: set[Name], dice: random.Random, odds: float) -> bytes:
     """A test file with other expectations."""
     edits = open_edits(data, names, dice, odds)
-    written = {name for name in names if open_edits(data, {name}, dice, 1.0)}
+    written = {name for name in sorted(names) if open_edits(data, {name}, dice, 1.0)}
     certain = wrong_tests(data, names - written, dice)
     return apply_all(data, [*edits, *(edit for edit in certain.values() if dice.random() < odds)])
 

@@ -7,7 +7,9 @@ import random
 
 import pytest
 
+from penstock.sandbox.swe import SweTask
 from penstock.sandbox.swe.data_files import STRATEGIES, changed_data
+from penstock.sandbox.swe.decoys import certain_rounds
 from penstock.sandbox.swe.expectations import apply_all, compared_parameters, open_edits, wrong_tests
 
 TESTS = b"""\
@@ -222,3 +224,19 @@ def test_data_files_last_values_change_in_form(text, kept):
     assert changed.startswith(kept)
     assert changed != text
     assert [sign.isdigit() for sign in changed] == [sign.isdigit() for sign in text]
+
+
+@pytest.mark.parametrize(("functions", "versions"), [(1, 4), (2, 1)])
+def test_decoys_have_the_same_wrong_versions_in_each_grading(functions, versions):
+    """The right version would be the one that is seen again, where a patch carries what it saw to later gradings."""
+    text = "".join(f"def test_{at}():\n    assert work({at}) == 'a long text of its own'\n" for at in range(functions))
+    tests = tuple(f"tests/test_a.py::test_{at}" for at in range(functions))
+    task, files = SweTask("many", tests), {"tests/test_a.py": text.encode()}
+    gradings = [certain_rounds(task, files, 4) for _ in range(3)]
+    seen = [
+        {one.changes.files["tests/test_a.py"].splitlines()[1] for one in rounds if tests[0] in one.wrong}
+        for rounds in gradings
+    ]
+    assert [len(some) for some in seen] == 3 * [versions]
+    assert seen[0] == seen[1] == seen[2]
+    assert functions > 1 or all(one.wrong == tests for rounds in gradings for one in rounds)
