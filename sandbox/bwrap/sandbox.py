@@ -18,6 +18,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from penstock.sandbox.bundle import ZYGOTE_MODULES, compile_driver, driver_command, open_blob, zygote_command
@@ -39,6 +40,14 @@ PYTHON = "/usr/bin/python3"
 UID_BASE = 1_879_048_192
 """Above every range that distributions and container engines hand out; 16 Mi uids from here."""
 _UIDS = UidBlocks(UID_BASE, 1024, 16384)
+INSIDE_UID = 1000
+"""Of every box's code, whatever uid the box has outside."""
+_NAMES = (
+    f"root:x:0:0::/root:/bin/sh\nbox:x:{INSIDE_UID}:{INSIDE_UID}::/tmp:/bin/sh\n".encode(),
+    f"root:x:0:\nbox:x:{INSIDE_UID}:\n".encode(),
+)
+_NAMES_FILES = ["--perms", "0444", "--file", "{2}", "/etc/passwd", "--perms", "0444", "--file", "{3}", "/etc/group"]
+"""Programs refuse to run as a user without a name (initdb of PostgreSQL, ssh)."""
 _SHM_BYTES = 16 << 20
 
 _UNMAPPED_ZERO = " --dev-bind /dev/full /dev/zero"
@@ -109,10 +118,8 @@ class BwrapSandbox(DriverSandbox):
             raise SandboxError(f"the box's cgroup cannot be made: {error}") from error
         if self._zygote is not None:
             return await ForkedBox.fork(self._zygote, _uid(slot.slot), cgroup)
-        argv = [*self._bwrap(), "--", *driver_command(PYTHON, self._settings(), "{0}")]
-        blobs = [self._driver]
-        if self._filter is not None:
-            blobs.append(self._filter)
+        argv = [*self._bwrap(_NAMES_FILES), "--", *driver_command(PYTHON, self._settings(), "{0}")]
+        blobs = [self._driver, self._filter or b"", *_NAMES]
         if os.geteuid() == 0:
             argv = [*_as_uid(slot.slot), *argv]
         if cgroup is not None:
@@ -134,8 +141,9 @@ class BwrapSandbox(DriverSandbox):
         finally:
             os.close(program)
 
-    def _bwrap(self) -> list[str]:
+    def _bwrap(self, names: Sequence[str] = ()) -> list[str]:
         walls = "--unshare-all --unshare-user --die-with-parent --new-session --as-pid-1 --cap-drop ALL"
+        walls += f" --uid {INSIDE_UID} --gid {INSIDE_UID}"
         # without the two remounts /dev and the root itself would be writable, unlimited memory file systems
         files = (
             f"--proc /proc --dev /dev --size {_SHM_BYTES} --tmpfs /dev/shm"
@@ -145,7 +153,7 @@ class BwrapSandbox(DriverSandbox):
             files += _UNMAPPED_ZERO
         options = [*walls.split(), "--hostname", "sandbox", *self._features, *_ENVIRONMENT.split()]
         seccomp = ["--seccomp", "{1}"] if self._filter is not None else []
-        return ["bwrap", *options, *_system_folders(), *self._folders, *files.split(), *seccomp]
+        return ["bwrap", *options, *_system_folders(), *self._folders, *names, *files.split(), *seccomp]
 
     def _zygote_command(self) -> ZygoteCommand:
         walls = ["--die-with-parent", "--new-session", "--cap-add", "ALL"]
@@ -155,16 +163,16 @@ class BwrapSandbox(DriverSandbox):
         # The machine's /proc: the zygote shares the worker's pids, and the kernel allows a box a /proc only next to a
         # whole one. Each box mounts its own /proc, /dev/shm, /dev/pts and /tmp over these.
         mounts = "--bind /proc /proc --dev /dev --dir /tmp --remount-ro /dev --remount-ro / --chdir /"
-        files = [*folders, *_system_folders(), *self._folders, *mounts.split()]
+        files = [*folders, *_system_folders(), *self._folders, *_NAMES_FILES, *mounts.split()]
         sizes = {"shm_bytes": _SHM_BYTES, "tmp_bytes": self.config.tmp_mb << 20}
-        settings = {**self._settings(), **sizes, "own_folders": own}
+        settings = {**self._settings(), **sizes, "own_folders": own, "uid": INSIDE_UID}
         settings["worker"] = os.getpid()  # names whose it is in a list of processes
         if self._cgroups is None:
             files += _UNMAPPED_ZERO.split()
         if self._filter is not None:
             settings["filter"] = base64.b64encode(self._filter).decode("ascii")
         argv = ["bwrap", *options, *files, "--", *zygote_command(PYTHON, settings)]
-        return ZygoteCommand(tuple(argv), compile_driver(PYTHON, ZYGOTE_MODULES))
+        return ZygoteCommand(tuple(argv), (compile_driver(PYTHON, ZYGOTE_MODULES), *_NAMES))
 
     def _settings(self) -> dict[str, object]:
         """Without cgroups: memory counted by the driver, and by rlimits per process; processes per user namespace."""

@@ -30,16 +30,18 @@ _ANSWER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ZygoteCommand:
-    """The zygote's command line: ``{0}`` stands for the descriptor of `driver`, ``{1}`` for the socket of requests."""
+    """The zygote's command line: ``{0}`` stands for the descriptor of the first blob, ``{2}`` for the second, …,
+    ``{1}`` for the socket of requests."""
 
     argv: tuple[str, ...]
-    driver: bytes
-    """Byte code of the modules inside (`bundle.compile_driver`)."""
+    blobs: tuple[bytes, ...]
+    """Byte code of the modules inside (`bundle.compile_driver`), then files of the box."""
 
     def spawn(self, requests: socket.socket, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
         """Starts it from the thread that must live as long as the zygote. Raises `OSError`."""
-        blob = open_blob(self.driver)
-        numbers = {"{0}": str(blob), "{1}": str(requests.fileno())}
+        blobs = [open_blob(content) for content in self.blobs]
+        descriptors = [*blobs[:1], requests.fileno(), *blobs[1:]]
+        numbers = {f"{{{index}}}": str(fd) for index, fd in enumerate(descriptors)}
         try:
             return subprocess.Popen(
                 [numbers.get(part, part) for part in self.argv],
@@ -48,10 +50,11 @@ class ZygoteCommand:
                 stderr=stderr,
                 cwd="/",
                 env={"PATH": "/usr/bin:/bin"},
-                pass_fds=(blob, requests.fileno()),
+                pass_fds=descriptors,
             )
         finally:
-            os.close(blob)
+            for blob in blobs:
+                os.close(blob)
 
 
 class ForkedProcess:

@@ -93,17 +93,17 @@ class Zygote:
     def fork(self, uid: int | None, descriptors: list[int]) -> int:
         """A pidfd of the driver. Raises `OSError`.
 
-        `descriptors`: control socket, stderr, and the file to enter each group by; `uid`: one that no other box
-        has, or None if this is not root and has no other to give.
+        `descriptors`: control socket, stderr, and the file to enter each group by; `uid`: one of the machine that no
+        other box has, or None if this is not root and has no other to give.
         """
         mapped = os.pipe()
         try:
             pid = clone(self.clone_number, NEW_NAMESPACES)
             if pid == 0:
-                self.become_box(uid, mapped, descriptors)
+                self.become_box(mapped, descriptors)
             pidfd = os.pidfd_open(pid)
             try:
-                map_ids(pid, *((uid, uid) if uid is not None else (os.geteuid(), os.getegid())))
+                map_ids(pid, self.settings["uid"], *((uid, uid) if uid is not None else (os.geteuid(), os.getegid())))
                 os.write(mapped[1], b"m")
             except OSError:
                 os.close(pidfd)
@@ -113,7 +113,7 @@ class Zygote:
                 os.close(fd)  # the driver ends where nothing was written
         return pidfd
 
-    def become_box(self, uid: int | None, mapped: tuple[int, int], descriptors: list[int]) -> NoReturn:
+    def become_box(self, mapped: tuple[int, int], descriptors: list[int]) -> NoReturn:
         try:
             forget_children()
             os.close(mapped[1])
@@ -121,9 +121,9 @@ class Zygote:
             if ready:
                 take_stdio(descriptors[0], descriptors[1], descriptors[2:])
                 check(unshare(CLONE_NEWCGROUP), "unshare(CLONE_NEWCGROUP)")
-                if uid is not None:
-                    os.setresgid(uid, uid, uid)
-                    os.setresuid(uid, uid, uid)
+                own = self.settings["uid"]
+                os.setresgid(own, own, own)
+                os.setresuid(own, own, own)
                 die_with_parent()  # after the change of uid, which clears it
                 furnish(self.settings)
                 drop_capabilities(self.capabilities)
@@ -188,9 +188,9 @@ def clone(number: int, namespaces: int) -> int:
     return pid
 
 
-def map_ids(pid: int, uid: int, gid: int) -> None:
-    """The one user and the one group that the namespace of `pid` knows."""
-    for file, text in (("setgroups", "deny"), ("gid_map", f"{gid} {gid} 1"), ("uid_map", f"{uid} {uid} 1")):
+def map_ids(pid: int, own: int, uid: int, gid: int) -> None:
+    """The one user and the one group that the namespace of `pid` knows: both have the number `own` there."""
+    for file, text in (("setgroups", "deny"), ("gid_map", f"{own} {gid} 1"), ("uid_map", f"{own} {uid} 1")):
         write_text(f"/proc/{pid}/{file}", text)
 
 

@@ -31,6 +31,18 @@ async def test_bwrap_closing_leaves_no_process_and_no_cgroup(sandbox: BwrapSandb
     assert not box_cgroups(OWNER)
 
 
+@pytest.mark.parametrize("by", ["a zygote", "bwrap"])
+async def test_bwrap_user_of_a_box_has_a_name(monkeypatch, by: str) -> None:
+    if by == "bwrap":
+        monkeypatch.setattr("penstock.sandbox.bwrap.sandbox.why_no_zygote", lambda *_: "a test says so")
+    sandbox = BwrapSandbox(CONFIG, OWNER)
+    try:
+        session = await sandbox.start("names")
+        assert (await session.run(["sh", "-c", "id -un; id -gn"])).stdout.split() == ["box", "box"]
+    finally:
+        await sandbox.close()
+
+
 @BY_UID
 async def test_bwrap_box_ended_from_outside_is_lost(sandbox: BwrapSandbox) -> None:
     session = await sandbox.start("victim")
