@@ -146,8 +146,8 @@ class EpisodeJournal:
                     self._durable += 1
                 await self._queue.journal(self._lease, entry, self._durable)
             except JournalMismatch as mismatch:
-                if mismatch.kept < self._durable:
-                    self._durable = mismatch.kept
+                if mismatch.entries < self._durable:
+                    self._durable = mismatch.entries
                 else:
                     await self._look()
             else:

@@ -141,9 +141,9 @@ class SegmentBuilder:
         self.budget = budget
         self.finish_reason: str | None = None
         self.tools: tuple[Mapping[str, Any], ...] = ()
-        self.said: list[Mapping[str, Any]] = []
+        self.messages: list[Mapping[str, Any]] = []
         """The conversation in messages; `ChatTokens` keeps it where histories are written again."""
-        self.said_up_to = 0
+        self.messages_up_to = 0
         """Length of the context that `said` describes."""
         self.images = list(images)
         """Images in the order of their places in the context."""
@@ -235,8 +235,8 @@ class SegmentBuilder:
 
     def remember(self, new: Sequence[Mapping[str, Any]]) -> None:
         """Records the messages that the context gained since the last call."""
-        self.said.extend(new)
-        self.said_up_to = self.context_len
+        self.messages.extend(new)
+        self.messages_up_to = self.context_len
 
     def take_unsearched(self) -> list[int]:
         """The context since the last time."""

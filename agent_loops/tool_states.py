@@ -61,7 +61,7 @@ class ToolStates:
     execute: Execute
     past: list[NamedCall] = field(default_factory=list)
     """Calls of finished turns, replayed ones too: what a fresh state must have seen."""
-    held: dict[str, ToolState] = field(default_factory=dict)
+    open_states: dict[str, ToolState] = field(default_factory=dict)
     _groups: dict[str, asyncio.Lock] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -71,10 +71,12 @@ class ToolStates:
 
         Raises `InfraFailure`, and `EpisodeRestart` if the state is lost and may not be recreated.
         """
-        if name not in self.held:
+        if name not in self.open_states:
             group = self.tools[name].turn_group
-            self.held[name] = ToolState(self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock())
-        entry = self.held[name]
+            self.open_states[name] = ToolState(
+                self._groups.setdefault(group, asyncio.Lock()) if group else asyncio.Lock()
+            )
+        entry = self.open_states[name]
         async with entry.lock:
             if not entry.ready:
                 await self._make_ready(name, entry)
@@ -85,22 +87,24 @@ class ToolStates:
 
     async def lose(self, name: str, state: Any) -> None:
         """Drops `state`, whose session is gone; the next use of the tool creates a fresh one."""
-        if name not in self.held or self.held[name].state is not state:
+        if name not in self.open_states or self.open_states[name].state is not state:
             return
         for one in self._partners(name):
             self.journal.sessions.pop(one, None)
-            entry = self.held.pop(one, None)
+            entry = self.open_states.pop(one, None)
             if entry is not None and entry.ready:
                 await self._give_back_one(one, entry.state, leave=False)
 
     def sessions(self) -> dict[str, str]:
         """Tool → session that is open now, for the journal."""
-        named = {name: getattr(entry.state, "session_id", None) for name, entry in self.held.items()}
+        named = {name: getattr(entry.state, "session_id", None) for name, entry in self.open_states.items()}
         return {name: session for name, session in named.items() if session is not None}
 
     async def with_rewards(self) -> dict[str, Any]:
         """States of the tools that have a `calc_reward` and were used, in this worker or in one before."""
-        used = {named.call.name for named in self.past} | {name for name, entry in self.held.items() if entry.ready}
+        used = {named.call.name for named in self.past} | {
+            name for name, entry in self.open_states.items() if entry.ready
+        }
         states = {}
         for name in (name for name in self.tools if name in used):
             calc_reward = self.tools[name].calc_reward
@@ -114,8 +118,8 @@ class ToolStates:
 
         `leave`: the episode continues in another worker; sessions that outlive this process stay open for it.
         """
-        known, ready = self.sessions(), {name: entry.state for name, entry in self.held.items() if entry.ready}
-        self.held = {}
+        known, ready = self.sessions(), {name: entry.state for name, entry in self.open_states.items() if entry.ready}
+        self.open_states = {}
         await asyncio.gather(*(self._give_back_one(name, state, leave) for name, state in ready.items()))
         if not leave:
             # Sessions that an earlier worker left and that this attempt did not use.
@@ -127,7 +131,7 @@ class ToolStates:
     # making ready --------------------------------------------------------------------------------------------------
     async def _make_ready(self, name: str, entry: ToolState) -> None:
         """Creates the state; on a resumed episode attaches to the old session, or replays past calls on a fresh one."""
-        shared = any(self.held[one].ready for one in self._partners(name) if one in self.held)
+        shared = any(self.open_states[one].ready for one in self._partners(name) if one in self.open_states)
         with sharing(self._shared):
             attached = await self._attach(name)
             entry.state = await self._create(name) if attached is None else attached

@@ -95,7 +95,7 @@ def restore_turn(
         match = history.resolve_recorded(note, new, tools)
     except (KeyError, NotRenderable) as error:
         raise TokenMismatch("agent", f"answer {note[ANSWER]} of the journal has no place: {error!r}") from error
-    if match.asked != (entry.context_len, entry.context_hash):
+    if match.context_key != (entry.context_len, entry.context_hash):
         raise TokenMismatch("agent", f"the context of {note[ANSWER]} renders to other ids than the engine was fed")
     request = _ask_of(note["asked"], match)
     generation = from_entry(entry)
@@ -136,7 +136,7 @@ def _ask_of(packed: str, match: PrefixMatch) -> CompletionRequest:
 
 def request_of(turn: Turn) -> CompletionRequest:
     """The fields of the request that this turn answered that are in its sampling key."""
-    return _ask_of(turn.asked, turn.match)
+    return _ask_of(turn.request_key, turn.match)
 
 
 def _dump(value: Any) -> str:
@@ -182,7 +182,7 @@ class SessionJournal:
         async with self._writing:
             note = answer_data(match, call.request, call.head, choice.index, self._bodies)
             try:
-                await self._journal.append(to_entry(generation, match.asked, note))
+                await self._journal.append(to_entry(generation, match.context_key, note))
             except QueueError:
                 self.unsure = True
                 raise
@@ -227,4 +227,4 @@ class SessionJournal:
                 self._remember(turn, from_entry(entry))
 
     def _remember(self, turn: Turn, generation: Generation) -> None:
-        self.llm.remember(turn.match.asked, (turn.end, hash_of(turn.ids())), generation)
+        self.llm.remember(turn.match.context_key, (turn.end, hash_of(turn.ids())), generation)

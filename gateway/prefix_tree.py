@@ -46,7 +46,7 @@ class Turn:
     """Id of the request's answer; n choices share it."""
     match: PrefixMatch
     choice: Choice
-    asked: str
+    request_key: str
     """The request's sampling key."""
     created_s: int
     segment: SegmentBuilder = field(init=False)
@@ -92,7 +92,7 @@ class PrefixMatch:
     """Ids of the new messages; of a new segment, its prompt."""
     context: tuple[int, ...]
     """The exact ids that the model is fed."""
-    asked: tuple[int, int]
+    context_key: tuple[int, int]
     """(length, xxh3-64) of the context, as in the journal."""
 
     @property
@@ -241,13 +241,13 @@ class PrefixTree:
             parent.continued = True
         self.turns[turn.turn_id] = turn
         self._calls |= {call["id"]: call for call in message_of(turn.choice).get("tool_calls", ())}
-        self._answers.setdefault((match.asked, turn.asked), []).append(turn)
+        self._answers.setdefault((match.context_key, turn.request_key), []).append(turn)
         if match.prompt is None:
             self._after.setdefault(self._key_after(turn), []).append(turn)
 
     def answers(self, match: PrefixMatch, request: str) -> list[Turn]:
         """The choices of the newest equal request on the same context."""
-        turns = self._answers.get((match.asked, request), [])
+        turns = self._answers.get((match.context_key, request), [])
         return [turn for turn in turns if turn.answer_id == turns[-1].answer_id]
 
     def _key_after(self, turn: Turn) -> str:

@@ -174,12 +174,12 @@ class Replay:
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._unanswered: dict[Asked, dict[str, list[Turn]]] = {}
         for turn in turns:
-            calls = self._unanswered.setdefault((turn.match.asked, turn.asked), {})
+            calls = self._unanswered.setdefault((turn.match.context_key, turn.request_key), {})
             calls.setdefault(turn.answer_id, []).append(turn)
 
     def take(self, match: PrefixMatch, key: str) -> list[Turn]:
         """Choices of the oldest answer to this request that was not given again yet; empty: there is none."""
-        calls = self._unanswered.get((match.asked, key))
+        calls = self._unanswered.get((match.context_key, key))
         if not calls:
             return []
         return calls.pop(next(iter(calls)))

@@ -77,7 +77,7 @@ class GatewaySession:
             retried: the client marks this request as a retry.
         """
         match = await self._admit(request)
-        key = (match.asked, sampling_key(request))
+        key = (match.context_key, sampling_key(request))
         if running := await self.in_flight.to_join(key, request, retried=retried):
             return running
         self.check_open()  # it may have ended during the await
@@ -181,7 +181,7 @@ class GatewaySession:
         self, request: CompletionRequest, match: PrefixMatch, known: Sequence[Turn], reservation: Reservation
     ) -> PendingAnswer:
         call = PendingAnswer(request, self._head(request, match, known))
-        self.in_flight.add((match.asked, sampling_key(request)), call)
+        self.in_flight.add((match.context_key, sampling_key(request)), call)
         call.task = asyncio.create_task(self._make(call, match, known, reservation), name=call.head.answer_id)
         # A task that is cancelled before its first step runs no line of `_make`.
         call.task.add_done_callback(lambda task: self._close(call, reservation, unexpected_end(task)))

@@ -30,7 +30,7 @@ HEADER = "Idempotency-Key"
 @dataclass(slots=True)
 class NamedCall:
     name: str
-    asked: dict[bytes, int] = field(default_factory=dict)
+    counts: dict[bytes, int] = field(default_factory=dict)
     """Digest of a request → how often it was asked."""
 
 
@@ -64,7 +64,7 @@ def request_key(*parts: bytes) -> str | None:
     digest = hashlib.blake2b(digest_size=16)
     for part in (call.name.encode(), *parts):
         digest.update(len(part).to_bytes(8, "little") + part)
-    times = call.asked[digest.digest()] = call.asked.get(digest.digest(), 0) + 1
+    times = call.counts[digest.digest()] = call.counts.get(digest.digest(), 0) + 1
     return f"{digest.hexdigest()}-{times}"
 
 

@@ -98,7 +98,7 @@ class Trainer:
                 await asyncio.to_thread(first_rank_parts, job, timeline) if ranks.is_rank0 else [None] * 3
             )
             devices = TrainerDevices(job, ranks, in_torch, timeline)
-            await stack.enter_async_context(devices.kept())
+            await stack.enter_async_context(devices.renewal())
             async with devices.loading():
                 engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
             await devices.started(engine)

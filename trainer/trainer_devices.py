@@ -43,13 +43,13 @@ class TrainerDevices:
         self._inside = False
 
     @asynccontextmanager
-    async def kept(self) -> AsyncGenerator[None]:
+    async def renewal(self) -> AsyncGenerator[None]:
         """The turn is renewed until the end of the block, for which it is held at first. Raises `TurnTimeout`."""
         if self._turn is None:
             await self._take()
             yield
             return
-        async with self._turn.kept():
+        async with self._turn.renewal():
             await self._take()
             yield
 

@@ -31,9 +31,9 @@ class JournalMismatch(QueueError):
     """An entry was appended at a position that is not the journal's end. Fewer entries: the queue lost the newest with
     its machine, append them again. More: another process that has the lease's fence appended; `adopt` reads them."""
 
-    def __init__(self, episode_id: str, position: int, kept: int) -> None:
-        super().__init__(f"{episode_id}: journal entry {position}: the journal has {kept} entries")
-        self.kept = kept
+    def __init__(self, episode_id: str, position: int, entries: int) -> None:
+        super().__init__(f"{episode_id}: journal entry {position}: the journal has {entries} entries")
+        self.entries = entries
         """Entries that the queue holds."""
 
 

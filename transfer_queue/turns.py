@@ -77,7 +77,7 @@ class Turns:
 
     fence: int
     """The caller's; 0: it does not hold the devices."""
-    wanted: bool
+    is_requested: bool
     """The other side waits."""
     over_budget: bool
     """The caller's claim was refused: its bytes, besides those of the others, exceed the budget."""
@@ -102,7 +102,7 @@ class TurnReport:
 
 @dataclass(slots=True)
 class _Entry:
-    said: TurnHolder
+    state: TurnHolder
     number: int
     until: float
 
@@ -121,7 +121,7 @@ class TurnTable:
         self._expire()
         mine, over = self._entries.get(call.holder), False
         if mine is None or call.number > mine.number:
-            before = mine.said if mine else TurnHolder(call.side, call.holder, False, False, 0, 0)
+            before = mine.state if mine else TurnHolder(call.side, call.holder, False, False, 0, 0)
             after, over = self._decide(call, before)
             self._entries[call.holder] = _Entry(after, call.number, self._clock() + call.ttl_s)
             if replace(before, waits=after.waits) != after:
@@ -140,7 +140,7 @@ class TurnTable:
     def _decide(self, call: TurnCall, before: TurnHolder) -> tuple[TurnHolder, bool]:
         if not call.holds:
             return TurnHolder(call.side, call.holder, False, False, max(0, call.bytes), call.used), False
-        others = [one.said for name, one in self._entries.items() if name != call.holder]
+        others = [one.state for name, one in self._entries.items() if name != call.holder]
         taken = sum(one.bytes for one in others)
         claim = max(0, call.budget - taken) if call.bytes < 0 else call.bytes
         over = bool(call.budget) and taken + claim > call.budget
@@ -154,14 +154,14 @@ class TurnTable:
         return TurnHolder(call.side, call.holder, True, False, claim, call.used, self._fence), False
 
     def _report(self, after: TurnHolder) -> None:
-        sums = (sum(getattr(one.said, name) for one in self._entries.values()) for name in ("bytes", "used"))
+        sums = (sum(getattr(one.state, name) for one in self._entries.values()) for name in ("bytes", "used"))
         self.reports.append(
             TurnReport(self._clock(), after.side, after.holder, after.holds, after.bytes, after.used, *sums)
         )
 
     def _answer(self, caller: str, over: bool) -> Turns:
-        holders = tuple(self._entries[name].said for name in sorted(self._entries))
-        mine = self._entries[caller].said if caller in self._entries else None
+        holders = tuple(self._entries[name].state for name in sorted(self._entries))
+        mine = self._entries[caller].state if caller in self._entries else None
         side = mine.side if mine else ""
         is_requested = any(one.waits and one.side != side for one in holders)
         return Turns(mine.fence if mine else 0, is_requested, over, holders)
@@ -204,7 +204,7 @@ class DeviceTurn:
 
     def __init__(self, queue: TurnQueue, side: Side, holder: str, settings: TurnSettings) -> None:
         self.settings = settings
-        self.wanted = False
+        self.is_requested = False
         """The other side waits for the devices, as last heard while this one holds them."""
         self.fence = 0
         """Fence of the turn that is held; 0: none."""
@@ -225,7 +225,7 @@ class DeviceTurn:
         return self.fence > 0
 
     @asynccontextmanager
-    async def kept(self) -> AsyncGenerator[DeviceTurn]:
+    async def renewal(self) -> AsyncGenerator[DeviceTurn]:
         """Renewed until the end of the block; an entry that rests is taken away then."""
         keeping = asyncio.create_task(self._keep(), name="device turn")
         try:
@@ -280,7 +280,7 @@ class DeviceTurn:
         Where the queue is away `retained` says it again, or the entry is over after its time.
         """
         async with self._one_call:
-            self.fence, self.wanted, self._bytes, self._loss_reason = 0, False, retained, ""
+            self.fence, self.is_requested, self._bytes, self._loss_reason = 0, False, retained, ""
             try:
                 await self._call(holds=False, size=retained)
             except QueueUnavailable as error:
@@ -293,7 +293,7 @@ class DeviceTurn:
             except QueueUnavailable as error:
                 logger.warning("the queue does not say whose turn it is: %s", error)
                 return False
-            self.fence, self.wanted = turns.fence, turns.wanted
+            self.fence, self.is_requested = turns.fence, turns.is_requested
             self._others = [one for one in turns.holders if one.holder != self._holder]
             self._check_budget(turns, needs)
             if self.holds:
@@ -358,4 +358,4 @@ class DeviceTurn:
                 + ", ".join(one.holder for one in turns.holders if one.holds and one.holder != self._holder)
             )
             logger.error(self._loss_reason)
-        self.fence, self.wanted = turns.fence, turns.wanted
+        self.fence, self.is_requested = turns.fence, turns.is_requested

@@ -100,12 +100,12 @@ class ChatTokens:
         if not self._remembers:
             segment.observe(self.render(messages, segment.tools, calls))
             return segment
-        if segment.said_up_to != segment.context_len - len(reply.token_ids):
+        if segment.messages_up_to != segment.context_len - len(reply.token_ids):
             raise AgentError("go_on() needs every message of the conversation: use it, not observe(), in each turn")
         new = self._recorded_messages(segment, reply, calls, messages)
         renews = any(message.get("role") in self.renewing_roles for message in messages)
         if renews or (self._drops(messages) and thinks(self.decode(segment.take_unsearched()))):
-            history = [*segment.said, *new]
+            history = [*segment.messages, *new]
             prompt = self.rendering.prompt_anew(key_of(history, segment.tools))
             if segment.make_room(self._cost(messages, segment.tools, calls, renews=renews), len(prompt)):
                 return self._begin(prompt, history, segment.tools)
@@ -196,9 +196,11 @@ class ChatTokens:
     ) -> list[Message]:
         """The reply and what follows it, for a history. Each call has an id that no other of the conversation has, the
         model's own if possible: a template may look up by it which call a result answers."""
-        first = sum(len(message.get("tool_calls") or ()) + (message.get("role") == "tool") for message in segment.said)
+        first = sum(
+            len(message.get("tool_calls") or ()) + (message.get("role") == "tool") for message in segment.messages
+        )
         named = self.template.call_form is not None and self.template.call_form.ids == "named"
-        taken = Counter(str(call.get("id")) for message in segment.said for call in message.get("tool_calls") or ())
+        taken = Counter(str(call.get("id")) for message in segment.messages for call in message.get("tool_calls") or ())
         taken.update(call.written_id for call in calls)
         # A number counts the calls before it, and the template counts them itself.
         own = [named or (not NUMBER.fullmatch(call.written_id) and taken[call.written_id] == 1) for call in calls]

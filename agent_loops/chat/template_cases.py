@@ -38,7 +38,7 @@ class TemplateCase:
     name: str
     history: Sequence[Message]
     new: Sequence[Message]
-    said: Sequence[str]
+    pieces: Sequence[str]
     """Pieces of the reply that a template which keeps history writes."""
     calls: Sequence[ToolCall] = ()
     """The calls as the model would have written them."""

@@ -186,13 +186,13 @@ def _compare(
             findings.verified[role] += 1
             findings.rewritten.append(f"{case.name} (it moves the words behind the results)")
         else:
-            difference = _difference(rendered.opening + "".join(case.said) + text, rendered.whole)
+            difference = _difference(rendered.opening + "".join(case.pieces) + text, rendered.whole)
             findings.unsupported[role] = (
                 f"the chat template cannot be continued on sampled ids ({case.name}): {difference}"
             )
         return
     between = rendered.whole[len(rendered.opening) : len(rendered.whole) - len(text)]
-    is_kept = rendered.whole.startswith(rendered.opening) and all(piece in between for piece in case.said)
+    is_kept = rendered.whole.startswith(rendered.opening) and all(piece in between for piece in case.pieces)
     problem = _broken_end(chat, tools, case, rendered, delta) if is_kept else _moved(chat, tools, case, text)
     if problem:
         findings.unsupported[role] = problem
@@ -294,7 +294,7 @@ def _up_to_stop(chat: ChatTokens, text: str) -> str:
 def _moves_words(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> bool:
     """The template writes what a reply says next to its calls behind their results (Gemma 4), so that only the delta of
     the calls alone can be compared. Sampled words are not moved, as all history that a template rewrites."""
-    if not case.calls or not case.said or chat.template.call_form is None:
+    if not case.calls or not case.pieces or chat.template.call_form is None:
         return False
     bare = [{**message, "content": ""} if message.get("tool_calls") else message for message in case.history]
     try:

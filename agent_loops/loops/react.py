@@ -39,10 +39,10 @@ class TurnRewards:
     """One number per turn of a conversation, from `ToolResult.reward`; empty where no tool ever gave one."""
 
     values: list[float] = field(default_factory=list)
-    given: bool = False
+    has_reward: bool = False
 
     def add(self, results: Sequence[ToolResult]) -> None:
-        self.given = self.given or any(result.reward is not None for result in results)
+        self.has_reward = self.has_reward or any(result.reward is not None for result in results)
         self.values.append(sum(result.reward or 0.0 for result in results))
 
     def fill(self, turns: int) -> None:
@@ -52,7 +52,7 @@ class TurnRewards:
     def of(self, turns: int) -> list[float]:
         """One value per turn."""
         self.fill(turns)
-        return self.values if self.given else []
+        return self.values if self.has_reward else []
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class Programs(BaseReward):
     async def _run(self, session: Session, case: ProgramCase) -> tuple[bool, float]:
         word = secrets.token_hex(16)
         job = json.dumps({"kind": case.kind, "given": case.for_harness(), "word": word})
-        stdin = f"{job}\n{case.given if case.kind == 'stdin' else ''}"
+        stdin = f"{job}\n{case.input if case.kind == 'stdin' else ''}"
         # -I: no module that an earlier test left in the folder, or in the user's packages, comes before the library's.
         result = await session.run(["python3", "-I", "harness.py"], stdin=stdin, timeout_s=self._timeout_s)
         output = result.stdout if case.kind == "stdin" else _behind(word, result)
@@ -222,7 +222,7 @@ class ProgramCase:
     """One test. What is expected never enters the box: the program can read whatever is there."""
 
     kind: Literal["stdin", "call", "assert"]
-    given: Any
+    input: Any
     """stdin: text; call: {"name", "arguments"}; assert: the statement."""
     expected: Any = None
     """stdin: text; call: a value; assert: the `Assertion`."""
@@ -231,7 +231,7 @@ class ProgramCase:
         """The job's part that the box gets; the text of a program that reads stdin follows the job."""
         if self.kind == "stdin":
             return None
-        return [asdict(step) for step in self.expected.steps] if self.kind == "assert" else self.given
+        return [asdict(step) for step in self.expected.steps] if self.kind == "assert" else self.input
 
     def passes(self, output: Any) -> bool:
         """`output`: what was printed, what the call returned, or the values that an assertion asked for."""

@@ -89,7 +89,7 @@ def ask_for_stacks(roots: Iterable[int]) -> list[int]:
     return pids
 
 
-def is_held(table: ProcessTable, root: int) -> bool:
+def is_suspended(table: ProcessTable, root: int) -> bool:
     """Return True if SIGSTOP or a debugger holds a role of ours in the tree. Processes of boxes do not count."""
     return any(_is_ours(pid) for pid in table.stopped(root))
 

@@ -22,7 +22,7 @@ class LocalRole:
 
     name: str
     running: bool
-    held: bool = False
+    is_suspended: bool = False
     """True if SIGSTOP or a debugger holds the process."""
     restarts: int = 0
     cpu_s: float = 0.0
@@ -61,7 +61,7 @@ def diagnose_stall(snapshot: Snapshot) -> StallCause:
 
 def _local(snapshot: Snapshot) -> StallCause | None:
     for role in snapshot.roles:
-        if role.held:
+        if role.is_suspended:
             return StallCause(role.name, "its process is stopped (SIGSTOP or a debugger); `kill -CONT` continues it")
     away = [role for role in snapshot.roles if not role.running]
     if away:

@@ -26,7 +26,7 @@ from penstock.common import ProcessTable
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, VARIABLE, Role, gpus_of, visible_gpus
 from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
-from penstock.deploy.run.stacks import ask_for_stacks, is_held
+from penstock.deploy.run.stacks import ask_for_stacks, is_suspended
 from penstock.deploy.run.stall import LocalRole, Snapshot, StallCause, diagnose_stall
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import ServerInfo, Status
@@ -337,7 +337,9 @@ class Watchdog:
         if pid is None:
             return LocalRole(name, running=running, restarts=process.restarts)
         used_s = max(0.0, now.cpu_s(pid) - (self._used_s or {}).get(pid, 0.0))
-        return LocalRole(name, running=running, held=is_held(now, pid), restarts=process.restarts, cpu_s=used_s)
+        return LocalRole(
+            name, running=running, is_suspended=is_suspended(now, pid), restarts=process.restarts, cpu_s=used_s
+        )
 
     def _who_waits(self, snapshot: Snapshot) -> str:
         logs = {process.spec.name: process.spec.log for process in self._processes}

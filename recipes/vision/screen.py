@@ -45,7 +45,7 @@ class Visit:
 
     context: Any
     page: Any
-    wanted: str
+    target_page: str
     """The address at which the page has to end."""
 
 
@@ -127,7 +127,7 @@ class DashboardScreen(BaseTool):
 
     async def calc_reward(self, state: Visit) -> float:
         """1 where the page is at the wanted address, else 0."""
-        return float(urlsplit(state.page.url).fragment.partition("?")[0] == state.wanted)
+        return float(urlsplit(state.page.url).fragment.partition("?")[0] == state.target_page)
 
     async def release(self, state: Visit) -> None:
         await state.context.close()

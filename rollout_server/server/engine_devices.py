@@ -30,15 +30,15 @@ class EngineDevices:
         turn.used = lambda: self._bytes.used
 
     @asynccontextmanager
-    async def kept(self) -> AsyncGenerator[None]:
+    async def renewal(self) -> AsyncGenerator[None]:
         """The turn is renewed until the end of the block."""
-        async with self._turn.kept():
+        async with self._turn.renewal():
             yield
 
     @property
-    def wanted(self) -> bool:
+    def is_requested(self) -> bool:
         """The trainer waits for the devices."""
-        return self._turn.holds and self._turn.wanted
+        return self._turn.holds and self._turn.is_requested
 
     async def enter(self, engine: Engine) -> None:
         """Before the engine starts; all that is free is claimed until it is known what it needs.

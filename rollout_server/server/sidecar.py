@@ -109,7 +109,7 @@ class Sidecar:
         its first start failed for good."""
         heartbeat = asyncio.create_task(self._registration.keep())
         try:
-            async with self._devices.kept() if self._devices else nullcontext():
+            async with self._devices.renewal() if self._devices else nullcontext():
                 await self._supervise(max_restarts)
         finally:
             heartbeat.cancel()
@@ -181,7 +181,7 @@ class Sidecar:
         self._checked_at = time.monotonic()
         stood = False
         while True:
-            if self._devices is not None and self._devices.wanted:
+            if self._devices is not None and self._devices.is_requested:
                 await self._hand_over(engine, self._devices)
             await self._pull(engine)
             self._close_without_version(engine)

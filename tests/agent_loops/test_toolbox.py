@@ -183,7 +183,7 @@ async def test_or_the_episode_restarts_where_the_recipe_says_so(box_of, calculat
 async def test_toolbox_attaches_live_session(box_of, calculator):
     box, queue = box_of(calculator)
     await box.call_all([add("1+1")])
-    state = box._states.held["calculator"].state
+    state = box._states.open_states["calculator"].state
     asked = []
 
     async def attach(task, session_id):

@@ -327,7 +327,7 @@ async def test_journal_refuses_an_entry_after_a_hole(make_queue) -> None:
     await queue.journal(lease, turn(0), 0)
     with pytest.raises(JournalMismatch, match="train/0000#0: journal entry 3") as caught:
         await queue.journal(lease, turn(3), 3)
-    assert caught.value.kept == 1
+    assert caught.value.entries == 1
     assert await kept(queue, lease) == [0]
     for number in (1, 2, 3):
         await queue.journal(lease, turn(number), number)
@@ -356,5 +356,5 @@ async def test_journal_tells_a_second_writer_its_place(make_queue) -> None:
     with pytest.raises(JournalMismatch) as caught:
         await queue.journal(lease, turn(7), 0)
     assert await kept(queue, lease) == [0]
-    await queue.journal(lease, turn(7), caught.value.kept)
+    await queue.journal(lease, turn(7), caught.value.entries)
     assert await kept(queue, lease) == [0, 7]

@@ -52,16 +52,16 @@ async def test_engines_share_and_a_trainer_is_alone(make_queue) -> None:
     assert 0 < fences[0] < fences[1]
     assert (await trainer(holds=True)).fence == 0
     seen = await queue.turns()
-    assert (seen.fence, seen.wanted, seen.over_budget, len(seen.holders)) == (0, True, False, 3)
-    assert (await one(holds=True)).wanted
+    assert (seen.fence, seen.is_requested, seen.over_budget, len(seen.holders)) == (0, True, False, 3)
+    assert (await one(holds=True)).is_requested
     await one(holds=False)
     assert (await trainer(holds=True)).fence == 0
     await other(holds=False)
     held = await trainer(holds=True)
     assert held.fence > fences[1]
-    assert not held.wanted
+    assert not held.is_requested
     assert (await one(holds=True)).fence == 0
-    assert (await trainer(holds=True)).wanted
+    assert (await trainer(holds=True)).is_requested
     assert (await trainer(holds=True)).fence == held.fence
     await trainer(holds=False)
     assert (await one(holds=True)).fence > held.fence
@@ -178,11 +178,11 @@ async def test_a_turn_is_handed_over_and_back(make_queue, another_client) -> Non
     queue = await make_queue(LIMITS)
     engine = DeviceTurn(queue, "engine", "rollout-0", TurnSettings(BUDGET))
     trainer = DeviceTurn(await another_client(queue), "trainer", "trainer", TurnSettings(BUDGET))
-    async with engine.kept(), trainer.kept():
+    async with engine.renewal(), trainer.renewal():
         await engine.take(700)
         waiting = asyncio.create_task(trainer.take(900))
         async with asyncio.timeout(30):
-            while not engine.wanted:
+            while not engine.is_requested:
                 await asyncio.sleep(0.02)
             await engine.give_back(100)
             await waiting
@@ -204,7 +204,7 @@ async def test_a_silent_holder_finds_its_turn_lost(make_queue) -> None:
     trainer = DeviceTurn(queue, "trainer", "trainer", TurnSettings(ttl_s=LONG_S))
     async with asyncio.timeout(30):
         await trainer.take(0)
-    async with engine.kept(), asyncio.timeout(30):
+    async with engine.renewal(), asyncio.timeout(30):
         while engine.holds:
             await asyncio.sleep(0.02)
         with pytest.raises(TurnLost, match="given to trainer"):
@@ -231,7 +231,7 @@ async def test_a_claim_waits_for_the_entry_of_a_killed_process(make_queue) -> No
     queue = await make_queue(LIMITS)
     await Party(queue, "engine", "rollout-0 (killed)", BUDGET)(holds=True, bytes=700, ttl_s=1.0)
     engine = DeviceTurn(queue, "engine", "rollout-0 (next)", TurnSettings(BUDGET))
-    async with engine.kept(), asyncio.timeout(30):
+    async with engine.renewal(), asyncio.timeout(30):
         await engine.take(ALL_THAT_IS_FREE)
         assert {one.holder: one.bytes for one in (await queue.turns()).holders}["rollout-0 (next)"] == 300
         await engine.claim(700)
@@ -242,7 +242,7 @@ async def test_a_claim_beside_a_living_one_over_the_budget_is_refused(make_queue
     queue = await make_queue(LIMITS)
     first = DeviceTurn(queue, "engine", "rollout-0", TurnSettings(BUDGET))
     second = DeviceTurn(queue, "engine", "rollout-1", TurnSettings(BUDGET, ttl_s=SHORT_S))
-    async with first.kept(), second.kept(), asyncio.timeout(30):
+    async with first.renewal(), second.renewal(), asyncio.timeout(30):
         await first.take(700)
         await second.take(ALL_THAT_IS_FREE)
         with pytest.raises(
@@ -340,7 +340,7 @@ async def test_a_claim_that_waits_too_long_names_who_has_it(relay: Relay) -> Non
 
 async def test_a_queue_that_is_away_is_asked_again(relay: Relay, caplog: pytest.LogCaptureFixture) -> None:
     engine = DeviceTurn(relay, "engine", "rollout-0", TurnSettings(BUDGET))
-    assert (engine.holds, engine.wanted) == (False, False)
+    assert (engine.holds, engine.is_requested) == (False, False)
     relay.errors = [QueueUnavailable("no answer")] * 2
     await engine.take(5)
     assert [(call.number, call.holds, call.bytes, call.used) for call in relay.calls] == [
@@ -363,7 +363,7 @@ async def test_what_was_said_last_is_renewed(relay: Relay) -> None:
         await relay.until(lambda: len(relay.calls) >= count)
         return {(call.holds, call.bytes, call.used) for call in relay.calls}
 
-    async with engine.kept():
+    async with engine.renewal():
         assert await renewals() == {(False, 0, 7)}
         await engine.take(500)
         assert await renewals() == {(True, 500, 7)}
@@ -379,7 +379,7 @@ async def test_what_was_said_last_is_renewed(relay: Relay) -> None:
 
 async def test_a_renewal_that_breaks_loses_the_turn(relay: Relay) -> None:
     trainer = DeviceTurn(relay, "trainer", "trainer", TurnSettings())
-    async with trainer.kept():
+    async with trainer.renewal():
         await trainer.take(5)
         trainer.check()
         relay.errors = [ValueError("no such entry")]

@@ -2,7 +2,7 @@
 
     begin_step ─► check ─► pack ─► check ─► pack ─► … ─► check ─► weights_change ─► optimizer step ─► …
                     │ any rank received a stop                      the step is finished from here on
-                    └─► StepGivenUp, on all ranks at the same place
+                    └─► StepAbandoned, on all ranks at the same place
 
 Its batch is still the queue's for that step: the next life of the trainer leases it again, and trains it once.
 """

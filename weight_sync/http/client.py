@@ -93,7 +93,7 @@ class _FetchJob:
     progress: FetchProgress
     avoid: set[str]
     """Peers that failed us with this file."""
-    asked: set[str] = field(default_factory=set)
+    sources: set[str] = field(default_factory=set)
     """Peers that bytes came from."""
 
 
@@ -125,7 +125,7 @@ class FileFetch:
                         self._ask_peer(job, peer)
                 fruitless = fruitless + 1 if part.length == have else 0
                 self._may_go_on(job, fruitless, error)
-        return job.asked
+        return job.sources
 
     def tell(self, file: ChainFile) -> None:
         """The trainer may send others here for this file. Not heard, it costs a download there."""
@@ -173,7 +173,7 @@ class FileFetch:
             job.progress.restart()
         finally:
             if job.part.length > before:
-                job.asked.add(peer)
+                job.sources.add(peer)
 
     def _remember(self, peer: str) -> None:
         self._peers = [peer, *(known for known in self._peers if known != peer)][:PEERS_KNOWN]

@@ -135,7 +135,7 @@ class Prefix:
     """A context and its keys and values, of the weights of now."""
 
     ids: list[int]
-    held: Planes
+    planes: Planes
     experts: NDArray[Any] | None = None
     """[tokens, layers, k] of the passes that made them."""
     pages: set[int] = field(default_factory=set)
@@ -170,7 +170,7 @@ class KVCache:
     def held_bytes(self) -> int:
         """Bytes of all rows, in use or not, and of prefixes."""
         planes = [plane for bucket in list(self._buckets.values()) for plane in bucket.planes]
-        planes += [plane for prefix in list(self._prefixes.values()) for plane in prefix.held]
+        planes += [plane for prefix in list(self._prefixes.values()) for plane in prefix.planes]
         return sum(plane.nbytes for plane in planes)
 
     @property
@@ -187,7 +187,7 @@ class KVCache:
     def start(self, row: Row) -> bool:
         """Place a row that holds nothing, with the longest prefix that is known. False if there is no room."""
         prefix, row.fed = self._find(row.ids)
-        if not self._place(row, prefix.held if prefix else [], len(row.ids)):
+        if not self._place(row, prefix.planes if prefix else [], len(row.ids)):
             row.fed = 0
             return False
         row.epoch, row.reused = self.epoch, row.fed

@@ -11,7 +11,7 @@ from penstock.agent_loops.rewards.programs import BadCases, program_of, read_cas
 
 def test_stdin_cases() -> None:
     cases = read_cases(json.dumps({"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7", ""]]}))
-    assert [(case.kind, case.given, case.expected) for case in cases] == [
+    assert [(case.kind, case.input, case.expected) for case in cases] == [
         ("stdin", "1 2\n", "3\n"),
         ("stdin", "3\n4", "7\n"),
     ]
@@ -20,7 +20,7 @@ def test_stdin_cases() -> None:
 def test_call_cases() -> None:
     given = {"fn_name": "add", "inputs": ["[1, 2]\n3", [4, 5]], "outputs": ["[6]", 9]}
     cases = read_cases(given)
-    assert [case.given for case in cases] == [
+    assert [case.input for case in cases] == [
         {"name": "add", "arguments": [[1, 2], 3]},
         {"name": "add", "arguments": [4, 5]},
     ]
@@ -33,7 +33,7 @@ def test_call_cases() -> None:
 def test_assertions_of_verl_and_a_plain_list() -> None:
     verl = {"inputs": ["", ""], "outputs": [None, None], "assert_case": ["assert f(1)", "assert f(2)"]}
     for given in (verl, ["assert f(1)", "assert f(2)"]):
-        assert [(case.kind, case.given) for case in read_cases(given)] == [
+        assert [(case.kind, case.input) for case in read_cases(given)] == [
             ("assert", "assert f(1)"),
             ("assert", "assert f(2)"),
         ]

@@ -14,7 +14,7 @@ import pytest
 from tests.until import until_in_threads
 
 from penstock.common import ProcessTable
-from penstock.deploy.run.stacks import ask_for_stacks, is_held, task_lines
+from penstock.deploy.run.stacks import ask_for_stacks, is_suspended, task_lines
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 ANSWERS = """
@@ -78,10 +78,10 @@ def test_threads_and_tasks_are_written_and_nobody_is_ended(start: Callable[..., 
     assert text.index("in go_home") < text.index("in wait_for_a_bus"), "from the outermost call inwards"
     assert "in read_a_book" in text, "threads, too"
     assert below in ProcessTable.now().tree_of(role.pid), "a process that does not answer lives on"
-    assert not is_held(ProcessTable.now(), role.pid)
+    assert not is_suspended(ProcessTable.now(), role.pid)
     assert ProcessTable.now().cpu_s(role.pid) > 0
     os.kill(role.pid, signal.SIGSTOP)
-    until_in_threads(lambda: is_held(ProcessTable.now(), role.pid))
+    until_in_threads(lambda: is_suspended(ProcessTable.now(), role.pid))
 
 
 def test_a_program_of_others_is_not_asked(start: Callable[..., Child]) -> None:

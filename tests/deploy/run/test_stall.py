@@ -40,7 +40,7 @@ EVALUATION = replace(
 )
 
 CASES = {
-    "held": (snapshot(roles=(*ROLES[:3], LocalRole("trainer", running=True, held=True))), "trainer", "SIGSTOP"),
+    "held": (snapshot(roles=(*ROLES[:3], LocalRole("trainer", running=True, is_suspended=True))), "trainer", "SIGSTOP"),
     "dead": (snapshot(roles=(LocalRole("agent-0", running=False, restarts=4), *ROLES)), "agent-0", "4 restarts"),
     "queue": (snapshot(None), "queue", "does not answer"),
     "a batch": (snapshot(groups(shipped=4)), "trainer", "has leased step 2"),

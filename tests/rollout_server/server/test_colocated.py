@@ -41,7 +41,7 @@ def settings(level: int = 1) -> TurnSettings:
 @asynccontextmanager
 async def trainer_of(queue: RunQueue) -> AsyncIterator[DeviceTurn]:
     turn = DeviceTurn(queue, "trainer", "the trainer", settings())
-    async with turn.kept():
+    async with turn.renewal():
         yield turn
 
 

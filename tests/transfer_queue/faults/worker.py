@@ -147,9 +147,9 @@ class Worker:
                 await self._queue.journal(lease, entries[position], position)
                 position += 1
             except JournalMismatch as error:
-                if not self._plan.may_lose_tail or error.kept >= position:
+                if not self._plan.may_lose_tail or error.entries >= position:
                     raise
-                position = error.kept
+                position = error.entries
 
     async def _think(self) -> None:
         """Now and then so long that the lease runs out: the worker comes back as one that was thought dead."""
