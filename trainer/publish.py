@@ -164,9 +164,7 @@ class Publisher(BackgroundWork):
             await self._queue.check_training()
             announcement = Announcement(version, (await write()).as_dict())
             if renew:
-                logger.warning(
-                    "the weights of version %d were gone; written again to %s", version, self._files.directory
-                )
+                await self._report_renewal(announcement)
                 await self._queue.renew_manifest(announcement)
             elif not await self._queue.publish_version(announcement):
                 raise TrainerFenced(
@@ -178,6 +176,23 @@ class Publisher(BackgroundWork):
             async with self._changed:
                 self._out = max(self._out, version)
                 self._changed.notify_all()
+
+    async def _report_renewal(self, renewed: Announcement) -> None:
+        """Log that the current version is written again, as an error where its number now names other weights."""
+        assert self._files is not None
+        current = await self._queue.latest_version()
+        if current is None or WeightFiles.state_in(current.manifest) in ("", WeightFiles.state_in(renewed.manifest)):
+            logger.warning(
+                "the weights of version %d were gone; written again to %s", renewed.version, self._files.directory
+            )
+            return
+        logger.error(
+            "the weights of version %d were gone, and those written again to %s differ from what was announced: its "
+            "steps were trained again with other settings, or a damaged checkpoint lost their updates. Rollout servers "
+            "load the new weights; episodes of this version are of either",
+            renewed.version,
+            self._files.directory,
+        )
 
     async def _written(self, version: int, weights: list[tuple[str, Tensor]], files: WeightFiles) -> Manifest:
         """Raises `PublishTimeout`; the version is not announced then."""

@@ -178,6 +178,12 @@ class WeightFiles:
         manifest = _parsed(announced)
         return manifest is not None and self._offers(manifest)
 
+    @staticmethod
+    def state_in(announced: Mapping[str, Any]) -> str:
+        """Return the state of an announced version's tensors; empty for manifests of another release."""
+        manifest = _parsed(announced)
+        return manifest.state if manifest is not None else ""
+
     def moved(self, announced: Mapping[str, Any]) -> Manifest | None:
         """The announced manifest with this process's addresses. None if they are right or its files are not here."""
         manifest = _parsed(announced)

@@ -210,3 +210,21 @@ async def test_broadcast_that_could_not_be_made_again_is_renewed_with_the_weight
     await setting.publisher.settle()
     assert setting.queue.renewed == [2]
     assert setting.queue.announced[-1].manifest["tensors"] == newest["tensors"]
+
+
+@pytest.mark.parametrize("differs", [False, True])
+async def test_a_version_written_again_with_other_weights_is_an_error(
+    open_setting: Callable[..., Any], caplog: pytest.LogCaptureFixture, differs: bool
+) -> None:
+    setting = await open_setting()
+    await setting.step(1)
+    Path(setting.queue.announced[0].manifest["path"]).unlink()
+    if differs:
+        setting.engine.step()
+    await setting.publisher.announce(1)
+    await setting.publisher.settle()
+    assert setting.queue.renewed == [1]
+    assert [record.levelname for record in caplog.records if "written again" in record.message] == [
+        "ERROR" if differs else "WARNING"
+    ]
+    assert ("differ from what was announced" in caplog.text) == differs
