@@ -67,7 +67,7 @@ def hash_of(calls: Sequence[ToolCall]) -> int:
     return xxhash.xxh3_64_intdigest(json.dumps(plain, sort_keys=True, default=repr).encode())
 
 
-MALFORMED = "malformed"
+MALFORMED = "malformed calls"
 KEPT_ERRORS, MAX_ERROR = 3, 400
 
 
@@ -90,10 +90,7 @@ class ToolCounts:
     @property
     def fault(self) -> str:
         """The commonest of `faults`, in words; empty where every call was answered."""
-        if not self.faults:
-            return ""
-        words, count = self.faults.most_common(1)[0]
-        return f"every call {words}" if words == MALFORMED and count == self.calls else words
+        return self.faults.most_common(1)[0][0] if self.faults else ""
 
     def add(self, results: Sequence[ToolResult]) -> None:
         """One turn's."""

@@ -20,7 +20,7 @@ def own_or_shipped(recipe: Path | None) -> Path | None:
     shipped = RECIPES / Path(*recipe.parts[recipe.parts[:1] == ("recipes",) :])
     if recipe.is_absolute() or not shipped.is_file():
         return recipe
-    typer.secho(f"{recipe}: not in this folder; Penstock's own is used: {shipped}", dim=True, err=True)
+    typer.secho(f"{recipe} is not in this folder; the recipe that ships is used: {shipped}", dim=True, err=True)
     return shipped
 
 

@@ -93,7 +93,8 @@ def _evaluate(plan: EvalPlan, console: Console) -> list[EpisodeResult]:
         _check_settings(plan)
         file = ResultsFile(run.root)
         total = len(plan.rows) * plan.samples
-        console.print(f"{plan.config.name}: {total} episodes, {len(file.results)} of them recorded", markup=False)
+        earlier = f", {len(file.results)} of them are there from an earlier call" if file.results else ""
+        console.print(f"{plan.config.name}: {total} episodes{earlier}", markup=False)
         console.print(f"  folder: {run.root}", markup=False, soft_wrap=True)
         if len(file.results) < total:
             if failed := [check for check in evaluation_checks(plan.config) if not check.ok]:

@@ -60,7 +60,7 @@ def check_template(config: RunConfig) -> Check | None:
         return Check("tools", False, str(error), "correct this entry of `tools` in the recipe")
     except (AgentError, OSError, ValueError) as error:
         return Check("chat template", False, config.model, str(error))
-    detail = f"splices exactly, verified on {verified.conversations} conversations"
+    detail = f"turns are appended exactly; verified on {verified.conversations} conversations"
     if roles := sorted(chat.renewing_roles):
         detail += f"; a new segment begins before messages of role {' and '.join(roles)}"
     return Check("chat template", True, detail)

@@ -49,7 +49,7 @@ def _listened(section: str, host: str, ports: Sequence[int], host_key: str, port
             fix = f"stop what listens there, or set {name}=0 to take free ports"
             return Check(name, False, f"{host}:{port}: {error.strerror}", fix)
     return Check(
-        name, True, f"{ports[0]} and up are free" if ports[0] else f"free ones of {host} are taken at the start"
+        name, True, f"{ports[0]} and up are free" if ports[0] else f"free ports of {host}, chosen at the start"
     )
 
 

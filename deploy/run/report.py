@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import importlib
 import json
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,8 +81,9 @@ class Reporter:
                 self._remember(row)
         if config.dashboard.enabled:
             port = config.dashboard.port
-            where = f"http://{config.dashboard.host}:{port}/" if port else "address in logs/dashboard.log"
-            self._say(f"  dashboard: {where} (token: PENSTOCK_TOKEN in {run.connect_env.name})")
+            host = socket.gethostname() if config.dashboard.host in ("0.0.0.0", "::") else config.dashboard.host  # noqa: S104
+            where = f"http://{host}:{port}/" if port else f"address in {run.logs / 'dashboard.log'}"
+            self._say(f"  dashboard: {where} (sign in with PENSTOCK_TOKEN of {run.connect_env})")
 
     async def run(self) -> None:
         """Until cancelled; raises `StalledRun`, `VersionRefused`."""
@@ -156,7 +158,7 @@ class Reporter:
 def _faults(row: Mapping[str, Any]) -> str:
     """The two commonest faults of a step's episodes, for the end of its line; empty if there is none."""
     faults = Counter(row.get("faults", {})).most_common(2)
-    return f"  faults: {', '.join(f'{count} {cause}' for cause, count in faults)}" if faults else ""
+    return f"  faults: {', '.join(f'{cause} ({count})' for cause, count in faults)}" if faults else ""
 
 
 def describe(config: RunConfig) -> str:
@@ -165,13 +167,18 @@ def describe(config: RunConfig) -> str:
     own = (source.group_size or config.group_size for source in config.trainer.sources.values())
     of = " or ".join(map(str, sorted({config.group_size, *own})))
     return (
-        f"at most {config.max_staleness + 1} x {config.groups_per_step} = {groups} groups of {of} "
-        f"episodes in flight; tokens up to {config.max_staleness} versions old; {config.trainer.steps} steps; "
-        f"{config.rollout.servers} {config.rollout.engine} server(s), {config.agent.workers} agent worker(s), "
-        f"{config.trainer.ranks} trainer rank(s)"
+        f"{config.trainer.steps} steps of {config.groups_per_step} tasks, each tried in {of} episodes; episodes of "
+        f"at most {groups} tasks in flight (max_staleness {config.max_staleness}); "
+        f"{counted(config.rollout.servers, config.rollout.engine + ' server')}, "
+        f"{counted(config.agent.workers, 'agent worker')}, {counted(config.trainer.ranks, 'trainer rank')}"
         + (", in turns on the same devices" if config.placement.colocated else "")
-        + (f", {lent_servers(config)} more server(s) on the trainer's devices" if config.placement.lend else "")
+        + (f", {counted(lent_servers(config), 'server')} on the trainer's devices" if config.placement.lend else "")
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 agent worker``, ``2 agent workers``"""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def restarts_of(members: Iterable[SupervisedRole]) -> dict[str, int]:
@@ -221,9 +228,9 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         "in dead letters": get("episodes_buried"),
     }
     waits = {
-        "workers for admission": "agent:admission",
-        "workers for a server": "agent:server",
-        "trainer for a batch": "trainer:batch",
+        "agent workers for the trainer": "agent:admission",
+        "agent workers for a server": "agent:server",
+        "the trainer for episodes": "trainer:batch",
     }
     first, last = _ends(get("steps", 0))
     restarts = ", ".join(f"{role} {times}" for role, times in get("restarts", {}).items() if times)

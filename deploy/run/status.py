@@ -117,7 +117,10 @@ def draw_state(state: dict[str, Any]) -> RenderableType:
     """Return the state as a table for `rich`."""
     page = Table.grid(padding=(0, 0))
     headline = Text(f"{state['run']}  ", style="bold")
-    headline.append("alive" if state["alive"] else "not alive", style="green" if state["alive"] else "yellow")
+    headline.append(
+        "alive" if state["alive"] else "ended" if state["ended"] else "not alive",
+        style="green" if state["alive"] else "yellow",
+    )
     headline.append(f"  step {state['step']} of {_or_dash(state['steps'])}", style="none")
     if state["eta_s"] is not None:
         headline.append(f"  about {_time(state['eta_s'])} left", style="none")
@@ -133,16 +136,16 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
     if state["ended"] or not state["alive"]:
         yield f"ended     {state['ended'] or state['cause']}"
     yield (
-        f"learning  reward {_number(state['reward'])} (mean of the newest {_number(state['reward_recent'])}), "
-        f"staleness {_number(state['staleness_mean'])} (most {_or_dash(state['staleness_max'])})"
+        f"learning  reward {_number(state['reward'])}; of the newest steps {_number(state['reward_recent'])}, "
+        f"staleness {_number(state['staleness_mean'])} on average and {_or_dash(state['staleness_max'])} at most"
     )
     last = "no step yet" if state["quiet_s"] is None else f"the last step was {_time(state['quiet_s'])} ago"
     yield (
-        f"speed     {_number(state['tokens_per_s'], 0)} trained tokens/s, {_number(state['step_s'], 1)} s per step, of "
-        f"which the trainer waits {_share(state['trainer_waits'])}; {last}"
+        f"speed     {_number(state['tokens_per_s'], 0)} trained tokens/s, {_number(state['step_s'], 1)} s per step, "
+        f"{_share(state['trainer_waits'])} of it waiting for episodes; {last}"
     )
     if state["faults"]:
-        yield f"faults    of the newest step: {_pairs(state['faults'], '')}"
+        yield f"faults    of the newest step: {', '.join(f'{cause} ({n})' for cause, n in state['faults'].items())}"
     if state["groups"] is not None:
         queue = " → ".join(f"{name} {state['groups'].get(name, 0)}" for name in GROUPS)
         yield f"groups    {queue}   (at most {_or_dash(state['bound_groups'])} from admitted to shipped)"

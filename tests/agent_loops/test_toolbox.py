@@ -86,7 +86,7 @@ async def test_what_the_model_did_wrong_is_told_to_the_model(box_of, calculator,
 @pytest.mark.parametrize(
     ("calls", "fault"),
     [
-        ([ToolCall("", error="not JSON")] * 2, "every call malformed"),
+        ([ToolCall("", error="not JSON")] * 2, "malformed calls"),
         ([ToolCall("python", {})], "no tool named python"),
         ([ToolCall("calculator", {})], "wrong arguments for calculator"),
         ([], ""),

@@ -57,7 +57,7 @@ async def test_a_run_that_ended_is_judged_by_its_summary(page: httpx.AsyncClient
     assert (await page.get("/api/runs/mine/end")).json() == {"ended": "all steps are done", "summary": summary}
 
 
-FAULTS = {"every call malformed": 6, "truncated (length)": 1}
+FAULTS = {"malformed calls": 6, "truncated (length)": 1}
 
 ENV = "environment: step 1 raised KeyError: 'treasure'"
 
@@ -69,7 +69,7 @@ def step(reward: float = 0.0, std: float = 0.0, **faults: int) -> dict[str, obje
 @pytest.mark.parametrize(
     ("steps", "words"),
     [
-        ([step(**FAULTS)] * 4, ["last 4 steps are 0", "every call malformed (24 of 32 episodes)"]),
+        ([step(**FAULTS)] * 4, ["last 4 steps are 0", "malformed calls (24 of 32 episodes)"]),
         ([step(1.0)] * 3, ["equal", "No episode had a fault"]),
         (
             [step(**{"truncated (turns)": 8})] * 3,

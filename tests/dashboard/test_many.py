@@ -82,7 +82,7 @@ async def test_ten_thousand_trajectories(open_tab: Callable[..., Any]) -> None:
 async def test_overview_of_an_ended_run_in_the_browser(runs_dir: Path, open_tab: Callable[..., Any]) -> None:
     run = runs_dir / "over"
     write_config(run, "trainer: {ranks: 1}\nrollout: {servers: 1}\n")
-    flat = {"reward": 0.0, "reward_std": 0.0, "episodes": 8, "faults": {"every call malformed": 8}}
+    flat = {"reward": 0.0, "reward_std": 0.0, "episodes": 8, "faults": {"malformed calls": 8}}
     write_rows(run, [{"step": step, "wall_s": 2.0, "wait_s": 0.0, **flat} for step in range(4)])
     write_step(run, 3, [record("train/0#0", [said("answer", 3)], 0.0)])
     (run / "ended.json").write_text('{"version": 4, "why": "all steps are done"}')
@@ -92,7 +92,7 @@ async def test_overview_of_an_ended_run_in_the_browser(runs_dir: Path, open_tab:
     await tab.go("#/over/overview", ".chart canvas")
     await tab.page.wait_for_selector("#warning")
     told = await tab.text("main")
-    for words in ("Ended: all steps are done", "restarts of agent-0", "every call malformed (32 of 32 episodes)"):
+    for words in ("Ended: all steps are done", "restarts of agent-0", "malformed calls (32 of 32 episodes)"):
         assert words in told
     assert "null" not in told
     assert "train/0#0" in await tab.text("#newest")

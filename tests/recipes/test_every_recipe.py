@@ -60,7 +60,7 @@ def test_dry_run_prints_the_tree_and_what_it_means(name: str, capsys: pytest.Cap
     assert refused <= MADE_LATER | GPU_MACHINES.get(name, set())
     assert status == (2 if refused else 0), printed.err
     assert parse_config(yaml.safe_load(printed.out), "printed") == load_config(RECIPES / name)
-    assert "episodes in flight" in " ".join(printed.err.split())
+    assert "tasks in flight" in " ".join(printed.err.split())
 
 
 @pytest.mark.torch
