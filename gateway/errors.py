@@ -38,6 +38,12 @@ class NoEpisode(GatewayError):
     status = 404
 
 
+class NoResponse(GatewayError):
+    """The id names no stored response of this episode."""
+
+    status = 404
+
+
 class UnknownModel(GatewayError):
     """The request names a model that is not served here."""
 

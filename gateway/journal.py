@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.agent_loops import (
@@ -27,6 +27,7 @@ from penstock.gateway.context import GatewayContext
 from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, PrefixTree, Tools, Turn, as_json, digest, hash_of
 from penstock.gateway.requests import PendingAnswer, ResolvedRequest
 from penstock.gateway.wire.reader import Detokenizer, read_answer
+from penstock.gateway.wire.responses import response_body
 from penstock.gateway.wire.types import AnswerHead, Api, Choice, CompletionRequest, EngineFinish
 from penstock.rollout_server import Generation
 from penstock.transfer_queue import JournalEntry, JournalKind, Lease, QueueError
@@ -60,11 +61,17 @@ def sampling_key(request: CompletionRequest) -> str:
     return as_json([request.api, dict(request.sampling), request.n, list(request.stop), *tools])
 
 
+def echo_of(request: CompletionRequest) -> dict[str, Any]:
+    """What a stored response repeats of its request; empty on the routes that store none."""
+    return {"model": request.model, **request.echo} if request.api == "responses" else {}
+
+
 def answer_data(
     match: PrefixMatch, request: CompletionRequest, head: AnswerHead, index: int, bodies: MessageStore
 ) -> dict[str, Any]:
     """Data of the journal entry of choice `index`."""
-    resolved = [*match.new, *([list(match.tools)] if match.tools and not match.parent else [])]
+    echo = echo_of(request)
+    resolved = [*match.new, *([list(match.tools)] if match.tools and not match.parent else []), *echo.values()]
     return {
         ANSWER: head.answer_id,
         "index": index,
@@ -75,6 +82,7 @@ def answer_data(
         "tools": digest(_dump(list(match.tools))) if match.tools and not match.parent else "",
         "prompt": list(match.prompt) if isinstance(match.prompt, tuple) else match.prompt,
         "instructed": match.instructed,
+        "echo": {name: digest(_dump(value)) for name, value in echo.items()},
         "bodies": bodies.new(resolved),
     }
 
@@ -103,13 +111,13 @@ def restore_turn(
     reason: EngineFinish = "length" if generation.finish_reason == "length" else "stop"
     answer = (generation.token_ids, generation.logprobs, reason)
     choice = read_answer(request, head, note["index"], detokenizer, answer)
-    turn = Turn(note[ANSWER], match, choice, note["asked"], note["created_s"])
+    turn = Turn(note[ANSWER], match, choice, note["asked"], note["created_s"], note.get("echo", {}))
     history.add(turn, generation)
     return turn
 
 
 def head_of(answer_id: str, created_s: int, model: str, match: PrefixMatch) -> AnswerHead:
-    return AnswerHead(answer_id, created_s, model, len(match.context), match.parent.end if match.parent else 0)
+    return AnswerHead(answer_id, created_s, model, match.asked[0], match.parent.end if match.parent else 0)
 
 
 def recorded_choice(turn: Turn, request: CompletionRequest, head: AnswerHead, detokenizer: Detokenizer) -> Choice:
@@ -149,6 +157,10 @@ SCORE = "score"
 """Among these facts: what the reward function gave; `reward` is what a client posted."""
 
 
+DELETED = "deleted "
+"""Begins the names of facts about responses that the client deleted; their tokens stay in the trajectory."""
+
+
 class SessionJournal:
     """Adds answers to the journal, then to the prefix tree, one by one and in the same order.
 
@@ -178,9 +190,9 @@ class SessionJournal:
 
     async def write(self, call: PendingAnswer, match: PrefixMatch, choice: Choice, generation: Generation) -> None:
         """Adds a whole answer. Raises `QueueError`, after which it may or may not be in the journal."""
-        turn = Turn(call.head.answer_id, match, choice, sampling_key(call.request), call.head.created_s)
         async with self._writing:
             note = answer_data(match, call.request, call.head, choice.index, self._bodies)
+            turn = Turn(call.head.answer_id, match, choice, note["asked"], call.head.created_s, note["echo"])
             try:
                 await self._journal.append(to_entry(generation, match.context_key, note))
             except QueueError:
@@ -205,6 +217,18 @@ class SessionJournal:
     async def keep_score(self, score: RecordedScore) -> None:
         """Raises `QueueError`."""
         await self.note(**{SCORE: asdict(score)})
+
+    def response(self, answer_id: str) -> Turn | None:
+        """The turn of a response that was not deleted."""
+        turn = self.history.turns.get(f"{answer_id}.0") if answer_id.startswith("resp_") else None
+        return None if f"{DELETED}{answer_id}" in self.facts else turn
+
+    def response_body(self, turn: Turn, *, logprobs: bool) -> dict[str, Any]:
+        """The body of a response as it was answered."""
+        echo = {name: self._bodies.get(value) for name, value in turn.echo.items()}
+        head = head_of(turn.answer_id, turn.created_s, echo.pop("model", self._context.model), turn.match)
+        request = replace(request_of(turn), echo=echo, logprobs=logprobs)
+        return response_body(request, head, [recorded_choice(turn, request, head, self.detokenizer)])
 
     async def resolve_in_thread(self, resolved: ResolvedRequest) -> PrefixMatch:
         """`resolved.resolve` in a thread, outside the event loop. Raises `NotRenderable`."""

@@ -18,6 +18,7 @@ from penstock.gateway.errors import GatewayError, Gone, NoEpisode, NotNow, refus
 from penstock.gateway.recorded_loop import infra_failure_of
 from penstock.gateway.requests import PendingAnswer, is_retry, parse_json
 from penstock.gateway.session import GatewaySession
+from penstock.gateway.stored_responses import answer_stored, count_input
 from penstock.gateway.streaming import stream
 from penstock.gateway.wire.answers import model_body, model_list_body
 from penstock.gateway.wire.types import InvalidRequest
@@ -46,6 +47,14 @@ class RecordingTransport(httpx2.AsyncBaseTransport):
         path = request.url.path
         if request.method == "GET" and path.startswith("/v1/models"):
             return httpx2.Response(200, json=self._models(path))
+        if request.method == "POST" and path == "/v1/responses/input_tokens":
+            return httpx2.Response(200, json=await count_input(self._episode, parse_json(body)))
+        if path.startswith("/v1/responses/"):
+            response_id, _, part = path.removeprefix("/v1/responses/").partition("/")
+            query = request.url.query.decode()
+            return httpx2.Response(
+                200, json=await answer_stored(self._episode, request.method, response_id, part, query)
+            )
         if request.method != "POST" or path not in ROUTES:
             raise NoEpisode(f"{request.method} {path} is not available to agents")
         completion = ROUTES[path].parse(parse_json(body))

@@ -49,6 +49,8 @@ class Turn:
     request_key: str
     """The request's sampling key."""
     created_s: int
+    echo: Mapping[str, str] = field(default_factory=dict)
+    """/v1/responses only: what its answer repeats of the request, as digests of the journal's bodies."""
     segment: SegmentBuilder = field(init=False)
     end: int = 0
     """Length of the segment's context right after the answer."""
@@ -67,11 +69,21 @@ class Turn:
         """True if its segment ends with it."""
         return self.end == self.segment.context_len
 
+    @property
+    def new(self) -> tuple[Message, ...]:
+        """The messages after the parent's answer, without instructions of a single request."""
+        return self.match.new[1:] if self.match.instructed else self.match.new
+
+    def path(self) -> list[Turn]:
+        """The turns from the first one of its conversation to itself."""
+        turns = [self]
+        while (parent := turns[-1].match.parent) is not None:
+            turns.append(parent)
+        return turns[::-1]
+
     def conversation(self) -> list[Message]:
         """All messages up to the answer, included, without instructions of a single request."""
-        before = self.match.parent.conversation() if self.match.parent else []
-        new = self.match.new[1:] if self.match.instructed else self.match.new
-        return [*before, *new, message_of(self.choice)]
+        return [message for turn in self.path() for message in (*turn.new, message_of(turn.choice))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +232,7 @@ class PrefixTree:
         return prompt[len(whole) :] if prompt[: len(whole)] == whole else None
 
     def _prompt_text(self, turn: Turn) -> str:
-        before = self._prompt_text(turn.match.parent) if turn.match.parent else ""
-        return before + str(turn.match.prompt) + self.chat.decode(turn.choice.token_ids)
+        return "".join(str(one.match.prompt) + self.chat.decode(one.choice.token_ids) for one in turn.path())
 
     # answers -------------------------------------------------------------------------------------------------------
     def add(self, turn: Turn, generation: Generation) -> None:

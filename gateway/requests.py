@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,18 +228,21 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
-def resolve_request(request: CompletionRequest, history: PrefixTree) -> ResolvedRequest:
-    """The whole conversation of a request. Raises `InvalidRequest` for a `previous_response_id` of another episode, and
-    for calls without results and results without calls."""
+def resolve_request(request: CompletionRequest, response: Callable[[str], Turn | None]) -> ResolvedRequest:
+    """The whole conversation of a request; `response` finds a stored one by its id.
+
+    Raises `InvalidRequest` where there is none, for calls without results, and for results without calls.
+    """
     if request.prompt is not None:
         return ResolvedRequest((), (), request.prompt, instructed=False)
     before: list[Message] = []
     if request.instructions is not None:
         before.append({"role": "system", "content": request.instructions})
     if (answer := request.previous_response_id) is not None:
-        turn = history.turns.get(f"{answer}.0")
+        turn = response(answer)
         if turn is None:
-            raise InvalidRequest("previous_response_id", f"{answer!r} is no response of this episode", "invalid_value")
+            message = f"previous response with id {answer!r} not found in this episode"
+            raise InvalidRequest("previous_response_id", message, "previous_response_not_found")
         before += turn.conversation()
     messages = (*before, *request.messages)
     check_calls(messages, request.api)

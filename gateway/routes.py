@@ -18,10 +18,12 @@ from penstock.gateway.errors import GatewayError, errors_for, refusal_of
 from penstock.gateway.requests import is_retry, parse_json
 from penstock.gateway.session import GatewaySession
 from penstock.gateway.sessions import SessionManager, episode_key
+from penstock.gateway.stored_responses import STORED, answer_stored, count_input
 from penstock.gateway.streaming import respond
 from penstock.gateway.wire.answers import model_body, model_list_body
 from penstock.gateway.wire.messages import CountBody, parse_count_tokens
 from penstock.gateway.wire.messages_answers import CountAnswer, anthropic_model_body, anthropic_models_body
+from penstock.gateway.wire.responses import ResponseBody
 from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 from penstock.gateway.wire.wires import ANTHROPIC_ERRORS, OPENAI_ERRORS, WIRES, ErrorFormat, Wire
 from penstock.transfer_queue import Outcome, OutcomeKind
@@ -138,6 +140,8 @@ def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRout
         prompt = await parse_body(parse_count_tokens, await request.body())
         return JSONResponse({"input_tokens": await (await find(handle)).count(prompt)})
 
+    _add_stored_responses(router, find)
+
     def described(request: Request, episode: GatewaySession, name: str) -> dict[str, Any]:
         if errors_for(request.scope) is ANTHROPIC_ERRORS:
             return anthropic_model_body(name)
@@ -159,6 +163,25 @@ def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRout
         return JSONResponse(described(request, episode, model))
 
     return router
+
+
+def _add_stored_responses(router: APIRouter, find: FindSession) -> None:
+    @router.post("/episodes/{handle}/v1/responses/input_tokens", openapi_extra=_takes(ResponseBody, any_absent=True))
+    @_with_refusals
+    async def input_tokens(request: Request, handle: str) -> Response:
+        """Tokens that the model would be fed for this input; nothing is sampled."""
+        return JSONResponse(await count_input(await find(handle), parse_json(await request.body())))
+
+    def add_stored(method: str, part: str, description: str | None) -> None:
+        path = f"/episodes/{{handle}}/v1/responses/{{response_id}}{'/' if part else ''}{part}"
+
+        @router.api_route(path, methods=[method], description=description)
+        @_with_refusals
+        async def stored(request: Request, handle: str, response_id: str) -> Response:
+            return JSONResponse(await answer_stored(await find(handle), method, response_id, part, request.url.query))
+
+    for (method, part), serve in STORED.items():
+        add_stored(method, part, serve.__doc__)
 
 
 def _refusals_in(errors: ErrorFormat) -> dict[int | str, dict[str, Any]]:
@@ -225,11 +248,16 @@ def _with_refusals(route: Route) -> Route:
     return answered
 
 
-def _takes(body: type[BaseModel]) -> dict[str, Any]:
-    """The request body for OpenAPI; FastAPI does not parse it, so that errors name fields as OpenAI's do."""
+def _takes(body: type[BaseModel], *, any_absent: bool = False) -> dict[str, Any]:
+    """The request body for OpenAPI, without needed fields where `any_absent`.
+
+    FastAPI does not parse it, so that errors name fields as OpenAI's do.
+    """
     schema = body.model_json_schema()
     whole = _inlined(schema, schema.pop("$defs", {}))
-    required = bool(schema.get("required"))
+    if any_absent:
+        whole.pop("required", None)
+    required = bool(whole.get("required"))
     return {"requestBody": {"required": required, "content": {"application/json": {"schema": whole}}}}
 
 

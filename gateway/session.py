@@ -32,7 +32,7 @@ from penstock.agent_loops.chat import tools_problem
 from penstock.common import gather_or_cancel
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.errors import Gone, TooLong, to_client_error, unexpected_end
-from penstock.gateway.journal import SessionJournal, head_of, recorded_choice, sampling_key
+from penstock.gateway.journal import DELETED, SessionJournal, head_of, recorded_choice, sampling_key
 from penstock.gateway.prefix_tree import NotRenderable, PrefixMatch, Turn, as_json
 from penstock.gateway.requests import InFlightAnswers, PendingAnswer, Replay, resolve_request
 from penstock.gateway.wire.reader import AnswerReader
@@ -123,6 +123,8 @@ class GatewaySession:
         if request.reads_calls and (problem := tools_problem(self.context.chat)):
             raise InvalidRequest("tools", problem)
         self.active_at = time.monotonic()
+        if request.previous_response_id is not None:
+            await self.find_response(request.previous_response_id)
         try:
             match = await self._match(request)
             if self.record.unsure or (match.may_be_known_elsewhere and not self._alone):
@@ -139,7 +141,7 @@ class GatewaySession:
 
     async def _match(self, request: CompletionRequest) -> PrefixMatch:
         """Tokenizes a long request in a thread: the leases and answers of all other episodes wait for this loop."""
-        resolved, limit = resolve_request(request, self.history), self.context.context_limit()
+        resolved, limit = resolve_request(request, self.record.response), self.context.context_limit()
         if limit is not None:
             resolved.check_length(limit, self.context.longest_token)
         if resolved.characters < LONG:
@@ -230,6 +232,21 @@ class GatewaySession:
             await self.record.refresh()
         except (QueueError, TokenMismatch) as error:
             raise self._explained(error) from error
+
+    async def find_response(self, answer_id: str) -> Turn | None:
+        """The turn of a stored response, which another server may have recorded. Raises `Gone`, `NotNow`."""
+        self.check_open()
+        if self.record.response(answer_id) is None and not self._alone:
+            await self.refresh()
+        return self.record.response(answer_id)
+
+    async def delete_response(self, answer_id: str) -> None:
+        """Hides a stored response; its tokens stay recorded. Raises `Gone`, `NotNow`."""
+        fact = {f"{DELETED}{answer_id}": True}
+        if self._alone:  # in its second run the agent starts anew and needs the response until it deletes it again
+            self.facts.update(fact)
+        else:
+            await self.note(**fact)
 
     async def note(self, **facts: Any) -> None:
         """Journals facts; the newest of each name counts. Raises `Gone`, `NotNow`."""

@@ -150,6 +150,11 @@ def plain_items(items: Sequence[Item], *, images: bool = False) -> tuple[dict[st
 LOGPROBS = "message.output_text.logprobs"
 
 
+MetadataKey = Annotated[str, Field(max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+"""OpenAI's own bounds: the journal keeps what an answer repeats."""
+
+
 class FunctionTool(Function):
     """Tools that OpenAI runs itself (search, files, computers) are refused."""
 
@@ -167,8 +172,8 @@ class ResponseBody(SamplingBody):
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     include: list[str] | None = Field(None, description=f"{LOGPROBS} is used, the others have no meaning here.")
-    metadata: dict[str, str] | None = None
-    user: str | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    user: MetadataValue | None = None
     stream_options: StreamOptions | None = None
 
 
@@ -224,6 +229,14 @@ def parse_response(body: Any, *, images: bool = False) -> CompletionRequest:
             "tools": [tool.model_dump() for tool in tools],
         },
     )
+
+
+def parse_input_tokens(body: Any, model: str) -> CompletionRequest:
+    """The request whose prompt is to be counted; all fields may be absent. Raises `InvalidRequest` naming the field."""
+    if not isinstance(body, dict):
+        raise InvalidRequest("", "the body must be a JSON object")
+    present = {name: value for name, value in body.items() if value is not None and name != "personality"}
+    return parse_response({"model": model, "input": "", **present})
 
 
 def _messages(request: ResponseBody, images: bool) -> tuple[dict[str, Any], ...]:
