@@ -117,7 +117,7 @@ def restore_turn(
 
 
 def head_of(answer_id: str, created_s: int, model: str, match: PrefixMatch) -> AnswerHead:
-    return AnswerHead(answer_id, created_s, model, match.asked[0], match.parent.end if match.parent else 0)
+    return AnswerHead(answer_id, created_s, model, match.context_key[0], match.parent.end if match.parent else 0)
 
 
 def recorded_choice(turn: Turn, request: CompletionRequest, head: AnswerHead, detokenizer: Detokenizer) -> Choice:
