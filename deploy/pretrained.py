@@ -84,7 +84,7 @@ def fetch_model(source: str, dtype: Dtype, report: Report) -> Path:
     folder = _cache_folder(f"{name}-{dtype}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     busy = "another process fetches this model; wait for it and repeat the command"
-    with FileLock(folder.with_suffix(".lock"), busy, error=NoModel):
+    with FileLock(folder.with_name(f"{folder.name}.lock"), busy, error=NoModel):
         if not is_whole(folder):
             _make(folder, package, file, dtype, report)
     if package:

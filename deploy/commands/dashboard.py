@@ -30,13 +30,12 @@ def dashboard(
     from penstock.deploy.run.connection import FolderQueues
     from penstock.deploy.run.roles import run_role
 
-    if not runs_dir.is_dir():
-        refuse(f"{runs_dir}: no such folder; give the one that holds the runs")
     if (runs_dir / "config.yaml").is_file():
         refuse(f"{runs_dir} is a run; give the folder that holds it: penstock dashboard {runs_dir.parent}")
     tokens = _tokens()
     if not any(runs_dir.glob("*/config.yaml")):
-        typer.echo(f"{runs_dir}: no run in it yet", err=True)
+        state = "no run in it yet" if runs_dir.is_dir() else "no such folder yet"  # placements start the page first
+        typer.echo(f"{runs_dir.resolve()}: {state}; the page shows runs as they come", err=True)
 
     async def role() -> None:
         queues = FolderQueues(runs_dir.resolve(), _own_link())

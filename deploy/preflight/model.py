@@ -144,12 +144,14 @@ def _known(name: str) -> str:
 def _check_hub(name: str) -> Check:
     """Asks the hub once. A hub that cannot be reached is a warning: a model's files may come later."""
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return Check("model", True, f"{name}: in the hub's cache")
     try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return Check("model", True, f"{name}: in the hub's cache")
         HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except HFValidationError:
+        return Check("model", False, f"{name}: no such folder, and not a name that the hub allows", NAMES)
     except GatedRepoError:
         fix = f"accept its terms on https://huggingface.co/{name} and set HF_TOKEN, or log in with `hf auth login`"
         return Check("model", False, f"{name}: gated on the hub", fix)

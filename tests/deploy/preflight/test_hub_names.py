@@ -41,6 +41,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("penstock.deploy.preflight.model.HUB_TIMEOUT_S", 60.0)
     _check_hub.cache_clear()
     yield
     _check_hub.cache_clear()
@@ -79,3 +80,8 @@ def test_a_hub_that_fails_is_a_warning_with_its_answer() -> None:
 def test_a_name_like_a_fetched_model_is_answered_with_it() -> None:
     assert check("smollm2-135").found.endswith("no such folder; did you mean 'smollm2-135m'?")
     assert check("smollm2-135m").found.endswith("`penstock model fetch smollm2-135m` makes it")
+
+
+@pytest.mark.parametrize("name", ["~/model", "mymodel/", "a--b/c", "my model/x"])
+def test_a_path_that_no_hub_name_looks_like_is_refused(name: str) -> None:
+    assert check(name).verdict == "FAIL"
