@@ -54,9 +54,9 @@ FILES = {
     "none": ("echo looked; exit 0", None, "wrote no reward.*looked"),
     "empty": (f": > {REWARDS}.txt", None, "it is empty"),
     "no number": (f"echo passed > {REWARDS}.txt", None, "passed"),
-    "NaN": (f"echo nan > {REWARDS}.txt", None, "no finite number"),
-    "infinity in JSON": (f"echo '{{\"reward\": 1e999}}' > {REWARDS}.json", None, "no finite number"),
-    "a text in JSON": (f'echo \'{{"reward": "1"}}\' > {REWARDS}.json', None, "no finite number"),
+    "NaN": (f"echo nan > {REWARDS}.txt", None, "not a finite number"),
+    "infinity in JSON": (f"echo '{{\"reward\": 1e999}}' > {REWARDS}.json", None, "not a finite number"),
+    "a text in JSON": (f'echo \'{{"reward": "1"}}\' > {REWARDS}.json', None, "not a finite number"),
     "broken JSON before text": (f"echo 1 > {REWARDS}.txt; echo '{{' > {REWARDS}.json", None, "reward.json"),
 }
 
