@@ -93,7 +93,7 @@ async def test_swe_tools_model_that_destroys_its_box_earns_nothing(play):
 async def test_swe_tools_broken_task_is_no_reward_of_zero(play, rows):
     with pytest.raises(InfraFailure, match="does not fit its snapshot"):
         await play(REPAIR, row={**rows[0], "test_patch": rows[1]["patch"].replace("part", "trap")})
-    with pytest.raises(InfraFailure, match="no folder"):
+    with pytest.raises(InfraFailure, match="not a folder"):
         await play(REPAIR, row={**rows[0], "repository": "/nowhere", "base_commit": None})
 
 
