@@ -27,7 +27,7 @@ from penstock.tools.graded_box import PREDICTIONS, GradedBox, GradedTool, Submit
 from penstock.tools.shell import ShellTool
 from penstock.transfer_queue import Task
 
-FOLDER = "harbor"
+FOLDER = "harbor_task"
 """The column that names a task's folder."""
 SETTING_UP_S = 900.0
 """Waiting for a box, its entry point, its health check."""
