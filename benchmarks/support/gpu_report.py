@@ -1,4 +1,4 @@
-"""What `scripts/gpu-check` left in its folder, as one JSON file and as the table of docs/guide/gpu.md.
+"""The results in the folder of `scripts/gpu-check`, as one JSON file and as the table of docs/guide/gpu.md.
 
 python -m benchmarks.support.gpu_report FOLDER
 """

@@ -51,8 +51,8 @@ def run_recipe(
         if dry_run:
             return 0
         if resume and (ended := _nothing_left(config)):
-            left = f"{config.name}: {ended}, nothing is left to do; a larger trainer.steps continues the run"
-            console.print(left, markup=False, soft_wrap=True)
+            message = f"{config.name}: {ended}, nothing is left to do; a larger trainer.steps continues the run"
+            console.print(message, markup=False, soft_wrap=True)
             return 0
         placement = _ray_placement(ray_address) if on_ray else None
         summary = asyncio.run(launch(with_stop_grace(config), resume=resume, placement=placement))

@@ -16,7 +16,7 @@ from penstock.deploy.commands.shared import AsJson, Overrides, user_errors
 from penstock.deploy.config import ConfigError
 
 COLUMNS = ("name", "needs", "about")
-"""Of a recipe or template, in both forms of `penstock recipes`."""
+"""Columns of `penstock recipes`: headings of its tables, keys of its JSON."""
 
 
 def quickstart(
@@ -104,16 +104,16 @@ def recipes(*, as_json: AsJson = False) -> None:
     from penstock.deploy.shipped import shipped_recipes, templates
 
     shipped = [(one.file, one.needs, one.about) for one in shipped_recipes()]
-    made = [(one.name, "CPU", one.about) for one in templates().values()]
+    starters = [(one.name, "CPU", one.about) for one in templates().values()]
     if as_json:
-        tables = {"recipes": shipped, "templates": made}
+        tables = {"recipes": shipped, "templates": starters}
         named = {name: [dict(zip(COLUMNS, row, strict=True)) for row in table] for name, table in tables.items()}
         typer.echo(json.dumps({"folder": str(RECIPES.resolve()), **named}))
         return
-    widths = [max(len(row[column]) for row in [COLUMNS, *shipped, *made]) for column in (0, 1)]
+    widths = [max(len(row[column]) for row in [COLUMNS, *shipped, *starters]) for column in (0, 1)]
     for title, rows in (
         (f"recipes, for `penstock run NAME`, in {RECIPES.resolve()}:", shipped),
-        ("\ntemplates, for `penstock init FOLDER --from NAME`:", made),
+        ("\ntemplates, for `penstock init FOLDER --from NAME`:", starters),
     ):
         typer.echo(title)
         for name, needs, about in [COLUMNS, *rows]:

@@ -38,7 +38,8 @@ FILES_PER_EPISODE = 6
 FILES_PER_REQUEST = 2
 """On a server: the client's connection and the engine's."""
 FILES_PER_GROUP = 5
-"""On each member of a broadcast's group: what gloo opens beside a connection to each worker, and to a second rank."""
+"""Files that gloo opens on each member of a broadcast's group, in addition to its connections to the workers: its own,
+and a connection to a second rank."""
 QUEUE = 5
 """Requests in a server per slot: one is decoded, four wait."""
 

@@ -110,8 +110,9 @@ def in_flight_bytes(config: RunConfig) -> float:
 
 
 def _states_on_host(rank: dict[str, float], config: RunConfig) -> float:
-    """Of one rank that computes on a GPU. FSDP's offload pins weights and gradients by torch's allocator, the rest is
-    pinned in one buffer."""
+    """Return the bytes that one rank with a GPU keeps on the host: torch's allocator pins weights and gradients under
+    FSDP's offload; other states are pinned in one buffer.
+    """
     offload, in_turns = config.trainer.offload, config.placement.in_turns
     if offload is True:
         return PINNED * (rank["weights"] + rank["gradients"]) + rank["moments"]

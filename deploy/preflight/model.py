@@ -156,11 +156,11 @@ def _check_hub(name: str) -> Check:
         fix = f"accept its terms on https://huggingface.co/{name} and set HF_TOKEN, or log in with `hf auth login`"
         return Check("model", False, f"{name}: gated on the hub", fix)
     except RepositoryNotFoundError:
-        found = f"{name}: neither a folder here nor a model that the hub shows"
-        return Check("model", False, found, f"{NAMES}; a private model needs HF_TOKEN")
+        problem = f"{name}: neither a folder here nor a model that the hub shows"
+        return Check("model", False, problem, f"{NAMES}; a private model needs HF_TOKEN")
     except Exception as error:  # noqa: BLE001 - of an HTTP library that each version of the client chooses anew
-        found = f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be asked ({error})"
-        return warning("model", found, NAMES)
+        problem = f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be asked ({error})"
+        return warning("model", problem, NAMES)
     return Check("model", True, f"{name}: on the hub")
 
 

@@ -29,7 +29,7 @@ from penstock.trainer import SLOWEST_BYTES_PER_S
 AROUND_SAVE_S = 15.0
 """For the micro batch under way, the copy of the state and the commit."""
 SLURM_S, CONTAINER_S = 35.0, 65.0
-"""What a head and its other roles need in addition to the trainer's grace."""
+"""Seconds for the head and its other roles, in addition to the trainer's grace."""
 GRACE_VARIABLE = "PENSTOCK_STOP_GRACE_S"
 """Seconds between SIGTERM to the head and SIGKILL. The Slurm script, Compose or the chart sets it."""
 SCONTROL_S = 20.0

@@ -86,10 +86,10 @@ async def _graded(workspace: Workspace, task: SweTask, patch: bytes, changes: Bo
     taken = [entry for entry in changed if entry not in dropped]
     try:
         await _check_out(workspace, [*taken, *hidden])
+        await put_changes(workspace, changes)
+        await workspace.script(scripts.STAMP + scripts.SCRUB)
     except ScriptFailed as error:  # the snapshot was laid out without it
         return _nothing(task, f"the patch cannot be laid out: {error}")
-    await put_changes(workspace, changes)
-    await workspace.script(scripts.STAMP + scripts.SCRUB)
     ran = await _build_and_run(workspace, task, changes)
     paths = tuple(entry.path for entry in dropped)
     outcomes = summary(task, ran.outcomes)

@@ -96,9 +96,9 @@ def test_the_cache_serves_a_whole_folder_and_makes_a_damaged_one_anew(gguf_file)
     steps: list[str] = []
     folder = fetch_model(str(gguf_file), "bfloat16", steps.append)
     weights = (folder / "model.safetensors").read_bytes()
-    made = len(steps)
+    first_steps = len(steps)
     assert fetch_model(str(gguf_file), "bfloat16", steps.append) == folder
-    assert len(steps) == made
+    assert len(steps) == first_steps
     (folder / "model.safetensors").write_bytes(weights[:-1])
     assert fetch_model(str(gguf_file), "bfloat16", steps.append) == folder
     assert (folder / "model.safetensors").read_bytes() == weights

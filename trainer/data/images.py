@@ -19,7 +19,7 @@ FOLDER = "images"
 
 
 READS, READ_AGAIN = 3, Backoff(0.5, 2.0)
-"""A file that cannot be read so often is gone."""
+"""A file that cannot be read after so many attempts is gone."""
 
 
 class UnreadableImages(ValueError):
@@ -62,7 +62,10 @@ def keep_images(images: EpisodeImages, folder: Path) -> None:
 
 
 def _read_again(images: Sequence[ImageRef]) -> list[bytes]:
-    """Read `images`; a disk or a network that fails may come back. Raises `BadRequest`, `ValueError`."""
+    """Read `images`; a disk or a network that fails may come back. Blocks between reads: its callers are in threads.
+
+    Raises `BadRequest`, `ValueError`.
+    """
     pauses = READ_AGAIN.pauses()
     while True:
         try:

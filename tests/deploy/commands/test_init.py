@@ -61,9 +61,9 @@ def test_the_commands_name_recipes_and_templates() -> None:
 def test_recipes_have_columns_and_a_form_for_programs() -> None:
     listed = CliRunner().invoke(app, ["recipes"]).output.splitlines()
     assert listed[1].split() == ["name", "needs", "about"]
-    found = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).stdout)
-    assert {row["name"] for row in found["recipes"]} == {one.file for one in shipped_recipes()}
-    assert {row["name"] for row in found["templates"]} == set(TEMPLATES)
+    listing = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).stdout)
+    assert {row["name"] for row in listing["recipes"]} == {one.file for one in shipped_recipes()}
+    assert {row["name"] for row in listing["templates"]} == set(TEMPLATES)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -214,8 +215,13 @@ async def test_attack_other_boxes(session: Session, target: Target) -> None:
 
 def uids_outside(command: str) -> set[int]:
     """The uids, on this machine, of the processes with this command line."""
-    wanted = command.replace(" ", "\0").encode() + b"\0"
-    return {path.stat().st_uid for path in Path("/proc").glob("[0-9]*/cmdline") if path.read_bytes() == wanted}
+    command_line = command.replace(" ", "\0").encode() + b"\0"
+    uids = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process ended meanwhile
+            if path.read_bytes() == command_line:
+                uids.add(path.stat().st_uid)
+    return uids
 
 
 async def test_attack_sessions_cannot_be_guessed(target: Target, session: Session) -> None:

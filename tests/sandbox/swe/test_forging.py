@@ -63,6 +63,15 @@ async def test_grade_what_steers_the_tests_is_not_taken_from_a_patch(sandbox, ta
     assert (found.doubt, found.share) == ("", 0.0)
 
 
+async def test_grade_a_path_too_long_to_be_laid_out_is_the_patchs_own_failure(sandbox, task):
+    """git writes it, relative to its folder, and no other program can name it: no fault of the box, and not retried."""
+    path = "/".join(["d" * 200] * 21)[:4094]
+    patch = f"diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n"
+    verdict = await grade(sandbox, task, patch, LIMITS)
+    assert (verdict.resolved, verdict.share) == (False, 0.0)
+    assert verdict.doubt.startswith("the patch cannot be laid out: ")
+
+
 @pytest.mark.parametrize("attack", two_by_default(NOT_BELIEVED))
 async def test_grade_what_the_code_says_of_itself_is_not_believed(sandbox, task, attack, tmp_path):
     command = IN_CODE.format(NOT_BELIEVED[attack])

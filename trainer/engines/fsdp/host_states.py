@@ -11,8 +11,8 @@ On CPUs the same is done; the device's memory and the host's are one there, and 
 from __future__ import annotations
 
 import mmap
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -107,8 +107,8 @@ class HostAdamW(torch.optim.AdamW):
     def _move_to_host(self, part: list[Tensor], hosts: Mapping[Tensor, dict[str, Tensor]]) -> None:
         """`hosts`: places of the states from the step before."""
         places: dict[Tensor, dict[str, Tensor]] = {one: self.state[one] for one in part if one in self.state}
-        made = [state for one, states in places.items() if one not in hosts for state in states.values()]
-        fresh = iter(on_host(made))
+        new = [state for one, states in places.items() if one not in hosts for state in states.values()]
+        fresh = iter(on_host(new))
         for parameter, states in places.items():
             host = hosts.get(parameter) or dict(zip(states, fresh, strict=False))
             for key, state in states.items():
@@ -155,16 +155,27 @@ ALIGNMENT = 64
 """Bytes, of each place: what vector instructions ask for."""
 
 
+class _LockedPages(mmap.mmap):
+    """Pages of the host that CUDA may have locked, and unlocks before they are unmapped: afterwards the address may
+    already be another mapping's."""
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
 def pinned(sizes: list[int], device: torch.device) -> list[Tensor]:
     """Return places of `sizes` bytes in one buffer of the host, page-locked if `device` is a GPU.
 
     torch's own pinned memory is rounded up to a power of two, each allocation (CachingHostAllocator.h); this is not.
     """
     starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-    pages = mmap.mmap(-1, max(1, starts[-1]))
+    pages = _LockedPages(-1, max(1, starts[-1]))
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type == "cuda":
         runtime, address = torch.cuda.cudart(), buffer.data_ptr()
         torch.cuda.check_error(int(runtime.cudaHostRegister(address, len(pages), 0)))
-        weakref.finalize(pages, runtime.cudaHostUnregister, address)
+        pages.unlock = partial(runtime.cudaHostUnregister, address)
     return [buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)]

@@ -82,6 +82,11 @@ def counted(step: Any, count: Any) -> Any:
     return after
 
 
+def _bounds(line: str) -> tuple[int, int]:
+    start, end = line.split(maxsplit=1)[0].split("-")
+    return int(start, 16), int(end, 16)
+
+
 class Runtime:
     """CUDA's, as far as it locks pages."""
 
@@ -93,6 +98,8 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        """Of pages that are mapped still: as the device's, it knows no others."""
+        assert any(address in range(*_bounds(line)) for line in Path("/proc/self/maps").read_text().splitlines())
         del self.locked[address]
         return 0
 
