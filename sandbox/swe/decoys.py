@@ -119,7 +119,8 @@ def certain_rounds(task: SweTask, files: Mapping[str, bytes], count: int) -> lis
 
 
 def fixed_dice(task: SweTask) -> random.Random:
-    """The same numbers for a task in every process; code in a grading box does not know the reference patch."""
+    """Return a generator with the same numbers for a task in every process. The reference patch is its secret: code in
+    a grading box does not have it. A row without one has no secret, and docs/guide/swe.md states the odds."""
     return random.Random(hashlib.sha256(b"\0".join((task.instance_id.encode(), task.test_patch, task.patch))).digest())
 
 
