@@ -62,7 +62,7 @@ def sampling_key(request: CompletionRequest) -> str:
 
 
 def echo_of(request: CompletionRequest) -> dict[str, Any]:
-    """What a stored response repeats of its request; empty on the routes that store none."""
+    """Return the fields of a request that its stored response repeats; empty on routes that store none."""
     return {"model": request.model, **request.echo} if request.api == "responses" else {}
 
 

@@ -1,5 +1,5 @@
-"""Which process holds a box: written into names and labels of what may outlive it, so that a later start clears it
-away, and nothing of a living process is touched."""
+"""The process that holds a box. Its identity is in the names and labels of all that may outlive it: a later start
+removes what belongs to dead processes, and nothing of a living one."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def machine() -> str:
 
 
 def network_addresses() -> list[str]:
-    """Of this machine's devices; those of containers come and go, and have no device behind them."""
+    """Return the hardware addresses of this machine's network devices; those of containers come and go, and have no
+    device behind them."""
     files = sorted(Path("/sys/class/net").glob("*/address"))
     return [file.read_text(encoding="ascii").strip() for file in files if (file.parent / "device").exists()]

@@ -112,7 +112,7 @@ REWARD_TOLERANCE = 1e-6
 
 
 def is_reached(reward: float, bound: float) -> bool:
-    """Whether `reward` is `bound` or more, up to what sums of floats round off: 0.7 + 0.2 + 0.1 reaches 1."""
+    """Return whether `reward` is `bound` or more, up to the rounding of sums of floats: 0.7 + 0.2 + 0.1 reaches 1."""
     return reward >= bound - REWARD_TOLERANCE * max(1.0, abs(bound))
 
 

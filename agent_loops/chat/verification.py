@@ -203,8 +203,8 @@ def _compare(
 
 
 def _broken_end(chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _Rendered, delta: Sequence[int]) -> str:
-    """How a reply that is sampled as the template writes it, up to its first stop, and the delta differ from the whole;
-    empty if they agree, and where the template ends a reply otherwise before further messages (gpt-oss)."""
+    """Return how a reply, sampled as the template writes it and up to its first stop, and the delta differ from the
+    whole. Empty if they agree, and if the template ends replies differently before further messages (gpt-oss)."""
     closed = text_of(chat, tools, case.history)
     if not closed.startswith(rendered.opening) or not rendered.whole.startswith(closed.rstrip()):
         return ""
@@ -220,8 +220,8 @@ def _broken_end(chat: ChatTokens, tools: Tools, case: TemplateCase, rendered: _R
 
 
 def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> str:
-    """What the template takes away from before a reply to write it behind it, where the model would read it twice;
-    empty if it moves nothing. Looked at three times: some prompts show the time."""
+    """Return the text that the template moves from before a reply to after it: the model would read it twice. Empty if
+    it moves none. Rendered three times, because some prompts show the time."""
     difference = ""
     for _ in range(3):
         before, after = (
@@ -237,7 +237,7 @@ def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> st
 
 
 def _renews(chat: ChatTokens, tools: Tools, role: str, findings: _Findings, needed: str) -> bool:
-    """Whether a new segment can begin before messages of `role`.
+    """Return whether a new segment can begin before messages of `role`.
 
     Raises `TemplateError` if it cannot and no loop can do without the role: results of tools, or, if there are
     no tools, messages of the user.

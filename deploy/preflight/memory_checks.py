@@ -116,7 +116,7 @@ def check_shared_memory(config: RunConfig) -> Check | None:
 # one device ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """Of one machine."""
+    """The GPUs of one machine."""
 
     count: int
     bytes: int
@@ -262,7 +262,8 @@ HEADER = re.compile(r"\b(one|\d+) GPUs? of (\d+) GB\b", re.IGNORECASE)
 
 
 def declared_gpus(recipe: Path) -> Gpus | None:
-    """Of the comment that the file begins with; a card of 80 GB reports nearly as many GiB."""
+    """Return the GPUs that the comment at the head of the recipe names, or None. A card of 80 GB reports nearly as many
+    GiB."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), recipe.read_text(encoding="utf-8").splitlines())
     match = HEADER.search(" ".join(line.lstrip("# ") for line in lines))
     if match is None:

@@ -108,7 +108,7 @@ def needs_critic(config: RunConfig) -> bool:
 
 # states --------------------------------------------------------------------------------------------------------------
 def _sharded(shape: ModelShape, trainer: TrainerConfig, *, critic: bool) -> dict[str, float]:
-    """Of the engine fsdp."""
+    """Return the bytes of one rank by part, for the engine fsdp."""
     learning = MASTER * learning_parameters(shape, trainer)
     has_reference = trainer.kl.needs_reference and not trainer.lora.rank
     reference = BYTES[trainer.kl.reference_dtype or trainer.dtype] * shape.parameters if has_reference else 0
@@ -127,7 +127,8 @@ def _kept_width(shape: ModelShape, trainer: TrainerConfig) -> int:
 
 
 def _split(shape: ModelShape, trainer: TrainerConfig) -> dict[str, float]:
-    """Of the engine megatron, which keeps a rank's part of the weights whole and spreads the optimizer's states."""
+    """Return the bytes of one rank by part, for the engine megatron: it spreads the optimizer's states over
+    data-parallel ranks, and not the weights."""
     width, local = BYTES[trainer.dtype], _local_parameters(shape, trainer)
     masters = MASTER if width < MASTER else 0
     return {
@@ -138,7 +139,7 @@ def _split(shape: ModelShape, trainer: TrainerConfig) -> dict[str, float]:
 
 
 def _local_parameters(shape: ModelShape, trainer: TrainerConfig) -> float:
-    """What tensor, pipeline and expert groups of megatron leave a rank."""
+    """Return the number of parameters of one rank of megatron after tensor, pipeline and expert parallelism."""
     layout = trainer.parallel
     dense_ranks, expert_ranks = layout.tensor * layout.pipeline, layout.expert * layout.pipeline
     return (shape.parameters - shape.experts) / dense_ranks + shape.experts / expert_ranks
@@ -149,7 +150,8 @@ GATHERED, REDUCED, ACTIVATIONS = "gathered layers", "gradients before they are r
 
 
 def _moments(shape: ModelShape, trainer: TrainerConfig, tokens: float) -> Iterator[dict[str, float]]:
-    """What there is on top of the states, for `tokens` that a rank computes."""
+    """Yield, for each moment of a step, the bytes by part in addition to the states; the rank computes `tokens`
+    tokens."""
     width, tensor = BYTES[trainer.dtype], trainer.parallel.tensor
     saved, again = _saved(shape, trainer)
     learning = _learning(shape, trainer)
@@ -194,7 +196,8 @@ def _layer(shape: ModelShape) -> float:
 
 
 def _layers_on_device(shape: ModelShape, trainer: TrainerConfig, done: int = 0) -> float:
-    """Of those that keep something for their backward. A stage of a pipeline has a part of them."""
+    """Return the number of layers that keep activations for their backward; a stage of a pipeline has a part of
+    them."""
     layers = shape.layers / trainer.parallel.pipeline - done
     return min(layers, ON_DEVICE) if trainer.activation_offload else layers
 
@@ -210,7 +213,8 @@ def _gathered(shape: ModelShape, trainer: TrainerConfig, layers: int, done: int 
 
 
 def _of_logits(shape: ModelShape, width: int, tokens: float) -> float:
-    """From the last layer to the logits and back: two tiles of them in float32, one as the product takes it."""
+    """Return the bytes between the last layer and the loss: two tiles of logits in float32, one in the product's
+    type."""
     columns = min(TILE_COLUMNS, shape.head // shape.hidden)
     rounded = width if width < MASTER else 0
     last = MASTER + 2 * width + width + MASTER  # norm, rows that predict, their gradient
@@ -218,7 +222,7 @@ def _of_logits(shape: ModelShape, width: int, tokens: float) -> float:
 
 
 def waiting_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int) -> float:
-    """Of one rank, in host memory: what trainer.activation_offload moves there. The last layer's never leave."""
+    """Return the bytes that trainer.activation_offload moves to the host, for one rank. The last layer's stay."""
     if not trainer.activation_offload:
         return 0.0
     tokens = max(trainer.micro_batch_tokens, longest) / trainer.parallel.context

@@ -139,8 +139,8 @@ def check_training_engine(config: RunConfig) -> Check | None:
 
 
 def _check_split(config: RunConfig) -> None:
-    """Of the engine megatron: layers, heads, vocabulary and experts can be shared out so. Raises `BadJob`, a
-    `ValueError`; what is wrong with the model's files `check_model` says."""
+    """Check that megatron can split layers, heads, vocabulary and experts so. Raises `BadJob`, a `ValueError`; faults
+    in the model's files are left to `check_model`."""
     if config.trainer.engine != "megatron" or not Path(config.model).is_dir():
         return
     from penstock.trainer.engines.megatron import check_model

@@ -1,4 +1,4 @@
-"""How long the trainer has from SIGTERM until it is killed, and what surrounds it longer still.
+"""The time between SIGTERM and SIGKILL for the trainer, and the longer times of what supervises it.
 
     trainer                           stop_grace_s = S        a checkpoint is written and committed
     torchrun, supervisor              S + 5, S + 15           then they kill it
@@ -36,7 +36,8 @@ SCONTROL_S = 20.0
 
 
 def with_stop_grace(config: RunConfig) -> RunConfig:
-    """With `trainer.stop_grace_s` as a number. Raises `ConfigError` for a model whose config.json cannot be read."""
+    """Return the config with `trainer.stop_grace_s` as a number. Raises `ConfigError` for a model whose config.json
+    cannot be read."""
     if config.trainer.stop_grace_s is not None:
         return config
     trainer = config.trainer.model_copy(update={"stop_grace_s": _needed_s(config)})
@@ -90,7 +91,7 @@ def _known_graces(config: RunConfig) -> Iterator[tuple[str, float, str]]:
 
 
 def _kill_wait_s() -> float | None:
-    """What a preempted or requeued job has, if this machine knows a Slurm."""
+    """Return the seconds that Slurm gives a preempted or requeued job; None if this machine has no Slurm."""
     if shutil.which("scontrol") is None:
         return None
     command = ["scontrol", "show", "config"]

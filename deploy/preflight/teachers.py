@@ -54,7 +54,8 @@ def _sources(config: RunConfig) -> Iterator[Check]:
 
 
 def _payloads(config: RunConfig) -> Iterator[Check]:
-    """What the likeliest ids cost, where a teacher gives them. `check_capacity` and `check_memory` count them too."""
+    """Yield the cost of the likeliest ids, if a teacher gives them. `check_capacity` and `check_memory` count them
+    too."""
     if not any(config.agent.teacher_top_k):
         return
     most, size = max(config.agent.teacher_top_k), config.agent.max_response_tokens * token_bytes(config)

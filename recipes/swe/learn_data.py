@@ -145,9 +145,9 @@ def random_package(dice: Random, *, without: set[BrokenPackage]) -> BrokenPackag
 
 
 def shown_package(dice: Random, *, without: set[BrokenPackage]) -> BrokenPackage:
-    """Its first bug is in each function equally often, though check.py finds late ones first in few packages.
+    """Return a package whose first bug is in each function equally often: check.py finds late functions first in few.
 
-    What comes first is always repaired: so each repair is shown often enough to be learned.
+    The first bug is always repaired, so each repair is shown often enough to be learned.
     """
     functions = list(check.EXAMPLES)
     while True:

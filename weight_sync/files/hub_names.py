@@ -191,7 +191,7 @@ class HubNames:
         return rest | parameters
 
     def experts(self, name: str) -> list[tuple[str, ...]] | None:
-        """By row of the parameter's first dimension, the tensors of the files that make it; None where a row is not
+        """Return the tensors of the files that make each row of the parameter's first dimension; None if rows are not
         made of separate tensors."""
         from transformers.core_model_loading import Concatenate, MergeModulelist
 

@@ -281,7 +281,7 @@ def _say(folder: Path, text: str) -> None:
 
 
 def say_what_differs(model: torch.nn.Module, version: int, tensors: Tensors, report: str) -> None:
-    """In the reader's thread, while decoding continues: does this worker hold what was published?
+    """Compare this worker's weights with the published version, in the reader's thread, while decoding continues.
 
     It says so in the folder `report`: the sidecar hands on what is sampled once all workers have, and ends them all
     where one does not. It is not for this worker to end itself: vLLM's routes then never answer a call under way.

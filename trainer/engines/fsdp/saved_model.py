@@ -48,7 +48,7 @@ def _write(folder: Path, number: int, tensors: dict[str, Tensor]) -> tuple[Path,
 
 
 def save_settings(model: PreTrainedModel, folder: Path) -> None:
-    """What a Hugging Face folder has in addition to weights and tokenizer."""
+    """Write the files of a Hugging Face folder other than weights and tokenizer."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = torch.float32

@@ -78,8 +78,8 @@ class ShardedModule:
             self.reshard()
 
     def reshard(self) -> None:
-        """With one shard only, a forward leaves the weights as it computed with them, in bfloat16 under that
-        dtype: who then reads them must find the masters."""
+        """Make the masters readable again. With one shard only, a forward leaves the weights in the type that it
+        computed in."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -125,7 +125,7 @@ class TrainableModule(ShardedModule):
             yield from (one for one in state.values() if isinstance(one, Tensor))
 
     def restore(self, weights: dict[str, Any], moments: dict[str, Any], *, strict: bool = True) -> None:
-        """What `get_state_dict` gave of such a module. `strict`: all of its weights are there."""
+        """Load the result of `get_state_dict` of such a module. `strict`: `weights` must have all of its weights."""
         for group in moments["param_groups"]:  # how the process that wrote them computed
             group |= {name: self.optimizer.defaults[name] for name in ("fused", "foreach")}
         options = StateDictOptions(strict=strict)
@@ -191,8 +191,8 @@ class TrainableModule(ShardedModule):
 
 
 def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
-    """In place, in this order: split over the tensor group, sharded, filled where the weights are still in files,
-    compiled, computed again in the backward, activations on the host."""
+    """Change the module in place, in this order: split over the tensor group, sharded, filled if the weights are still
+    in files, compiled, recomputed in the backward, activations on the host."""
     mesh = ranks.own(mesh_of)
     shell: ModelShell | None = module.shell
     on_host = config.offload is True

@@ -175,7 +175,8 @@ def check_names(names: HubNames, model: str) -> None:
 
 @torch.no_grad()
 def _make_buffers(shell: PreTrainedModel, names: HubNames, stored: TensorFiles) -> None:
-    """Those of the files from there; the others as the model computes them (rotary frequencies). In place."""
+    """Fill the buffers in place: from the files if these have them, otherwise as the model computes them (rotary
+    frequencies)."""
     computed = {name for name, _ in shell.named_non_persistent_buffers()}
     for name, buffer in list(shell.named_buffers()):
         value = torch.empty_like(buffer, device="cpu")
@@ -191,7 +192,7 @@ def _make_buffers(shell: PreTrainedModel, names: HubNames, stored: TensorFiles) 
 
 
 def names_of(loaded: PreTrainedModel, model: str) -> HubNames:
-    """Of a model that was loaded whole. Raises `BadJob` as `open_shell` does."""
+    """Return the names for a model that was loaded whole. Raises `BadJob` as `open_shell` does."""
     try:
         files = weight_files(folder_of(model))
         plain = files and not getattr(loaded.config, "quantization_config", None)

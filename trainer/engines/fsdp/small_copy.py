@@ -29,7 +29,7 @@ class NoCopy(ValueError):
 
 
 def small_copy(config: Any) -> PreTrainedModel:
-    """In float32 on the host, with attention `eager`; `config` stays as it is. Raises `NoCopy`."""
+    """Return a small copy in float32 on the host, with attention `eager`. `config` is not changed. Raises `NoCopy`."""
     whole, config = config, copy.deepcopy(config)
     try:
         _make_small(config.get_text_config())
@@ -54,7 +54,7 @@ def small_copy(config: Any) -> PreTrainedModel:
 
 
 def _kinds_of_layers(config: Any, layers: int) -> list[Any]:
-    """What the settings say of each layer; layers alike are of one kind."""
+    """Return the kind of each layer by its settings; equal layers have equal kinds."""
     of_lists = [value for value in _lists(config, layers).values() if all(type(one) in (str, bool) for one in value)]
     of_places = [[layer in places for layer in range(layers)] for places in _places(config).values()]
     dense = getattr(config, "first_k_dense_replace", None) or 0

@@ -47,8 +47,8 @@ class TensorPlace:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """As transformers chooses them; none where the folder has no safetensors. Raises `BadJob` for one that is named in
-    the index and is not there."""
+    """Return the weight files that transformers would choose; none if the folder has no safetensors. Raises `BadJob`
+    for a file that the index names and that is missing."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():

@@ -86,7 +86,7 @@ def _head_of(model: PreTrainedModel, rows: RowPlan) -> Head | None:
 
 
 def body_of(model: PreTrainedModel) -> Any:
-    """What makes the hidden states that the output head is given. Llama 4 names another part of a larger model as its
+    """Return the part that computes the output head's input. Llama 4 names another part of a larger model as its
     base, so that `base_model` is the model itself."""
     return model.base_model if model.base_model is not model else model.model
 

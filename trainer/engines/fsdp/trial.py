@@ -1,4 +1,4 @@
-"""Whether this engine can train a model, tried before a run: in a separate process, which may crash or fill memory.
+"""A trial, before a run, of whether this engine can train a model: in a process that may crash or fill memory.
 
     try_model(model) ──► python -m penstock.trainer.engines.fsdp.trial MODEL ──► one line of JSON
                            small enough: loaded as a trainer loads it

@@ -105,7 +105,7 @@ class Vision:
         return cls(processor, int(image_token), rope_index)
 
     def read(self, image: bytes) -> Pixels:
-        """Of an encoded image. Raises what Pillow raises for one that is none."""
+        """Return the pixels of an encoded image. Raises Pillow's errors for bytes that are not an image."""
         from PIL import Image
 
         pixels = self._cached_pixels.pop(image, None)
@@ -123,11 +123,11 @@ class Vision:
         return Pixels(features["pixel_values"], grid, int(grid.prod()) // self._processor.merge_size**2)
 
     def look(self, ids: Tensor, images: Sequence[Sequence[bytes]]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of lines `ids` [B, W] with their images: (ids as the model takes them, the other arguments).
+        """Return (ids as the model takes them, its other arguments) for lines `ids` [B, W] with their images.
 
-        Where no line has an image, one more line [B + 1] is a blank one's. An id that stands for a part of an image
+        If no line has an image, one more line [B + 1] has a blank one. An id that stands for a part of an image
         behind the last image was sampled; there is none behind it, and everything from there on is masked, so another
-        id takes its place. Raises `ValueError` where a line has fewer places than its images need.
+        id takes its place. Raises `ValueError` if a line has fewer places than its images need.
         """
         seen = self._seen(images, len(ids))
         if not any(seen):
@@ -139,7 +139,7 @@ class Vision:
         return ids, {"mm_token_type_ids": marks, **_arguments(seen, ids.device)}
 
     def look_along(self, rows: Sequence[Tensor], images: Sequence[Sequence[bytes]]) -> SeenRows:
-        """Of rows [T] that lie end to end: as `look`, with the positions of each row for itself."""
+        """Return the result of `look` for rows [T] that lie end to end; each row has its own positions."""
         seen = self._seen(images, len(rows))
         if not any(seen):
             blank = torch.full((self.blank.tokens,), self.image_token, device=rows[0].device, dtype=rows[0].dtype)

@@ -91,7 +91,7 @@ class ModelBridge:
         return models
 
     def save_settings(self, folder: Path) -> None:
-        """What a Hugging Face folder has in addition to weights and tokenizer."""
+        """Write the files of a Hugging Face folder other than weights and tokenizer."""
         self.hf_config.save_pretrained(folder)
         generation = self.folder / "generation_config.json"
         if generation.is_file():
@@ -152,7 +152,7 @@ def _sum_experts_over_tensor_ranks(model: nn.Module, **about: Any) -> None:
 
 
 def _merged_but_experts(merge: Callable[[str, list[Tensor], Tensor], Tensor]) -> Callable[..., Tensor]:
-    """For an mbridge `Bridge`, which takes what tensor ranks have of an expert for its parts."""
+    """Return `merge` for an mbridge `Bridge`, without the experts: it takes the tensor ranks' copies for parts."""
 
     def merged(name: str, weights: list[Tensor], parameter: Tensor) -> Tensor:
         return weights[0] if ".mlp.experts." in name else merge(name, weights, parameter)
@@ -161,7 +161,8 @@ def _merged_but_experts(merge: Callable[[str, list[Tensor], Tensor], Tensor]) ->
 
 
 def _stand_in(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """With what megatron notes on a parameter: along which dimension it is split, whether it is an expert's."""
+    """Return a parameter of `value` with megatron's notes on `parameter`: the dimension of its split, and whether it is
+    an expert's."""
     stand_in = nn.Parameter(value, requires_grad=False)
     vars(stand_in).update(vars(parameter))
     return stand_in
@@ -195,8 +196,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _read_config(folder: Path) -> Any:
-    """With `rope_theta` where mbridge looks for it: transformers 5 keeps it in `rope_parameters`. Raises `BadJob` for
-    scaled rotary embeddings, which mbridge does not find in transformers 5 and would leave out."""
+    """Return the config with `rope_theta` as mbridge reads it: transformers 5 keeps it in `rope_parameters`. Raises
+    `BadJob` for scaled rotary embeddings, which mbridge does not find in transformers 5 and would leave out."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
