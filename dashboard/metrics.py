@@ -186,7 +186,7 @@ def _lost_attempts(rows: Sequence[Mapping[str, Any]]) -> str:
         causes.update(row.get("faults", {}))
     return (
         f"{failed} of {attempts} attempts at episodes failed lately. Only the others are trained on, so the model "
-        "learns to avoid whatever fails, good actions too. Commonest faults: "
+        "learns to avoid whatever fails, good actions too. Commonest faults of these steps: "
         f"{', '.join(f'{cause} ({count})' for cause, count in causes.most_common(2))}. "
         "Correct the cause; your own code can return a reward instead of raising."
     )

@@ -67,7 +67,9 @@ class RunConnection:
 
     @classmethod
     def from_environment(cls, url: str | None = None, run: str | None = None) -> RunConnection:
-        """Explicit values win over the environment. Raises `ConfigError` naming what is missing."""
+        """Explicit values win over the environment. Raises `ConfigError` naming what is missing, or is not a URL."""
+        from redis.connection import parse_url
+
         url = url or os.environ.get(URL_VARIABLE)
         run = run or os.environ.get(RUN_VARIABLE)
         token = os.environ.get(TOKEN_VARIABLE)
@@ -78,6 +80,10 @@ class RunConnection:
         ):
             if not value:
                 raise ConfigError(f"{fix} is not set; source runs/NAME/connect.env of the running run")
+        try:
+            parse_url(str(url))
+        except ValueError as error:
+            raise ConfigError(f"--queue or {URL_VARIABLE}: {error}") from None
         username, password = redis_login()
         return cls(str(url), str(run), password, str(token), username)
 

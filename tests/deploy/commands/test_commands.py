@@ -46,6 +46,15 @@ def test_dashboard_of_a_run_names_the_folder_that_holds_it(tmp_path: Path) -> No
     assert f"is a run; give the folder that holds it: penstock dashboard {tmp_path}" in refused.stderr
 
 
+@pytest.mark.parametrize("words", ["agent", "rollout", "train", "queue status"])
+def test_a_queue_that_is_not_a_url_is_refused_by_its_variable(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"QUEUE": "nonsense", "RUN": "mine", "TOKEN": "token"}.items():
+        monkeypatch.setenv(f"PENSTOCK_{name}", value)
+    refused = CliRunner().invoke(app, words.split())
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("--queue or PENSTOCK_QUEUE: Redis URL must specify")
+
+
 @pytest.fixture
 async def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RedisTransferQueue]:
     async with RedisServer(tmp_path / "redis", PASSWORD) as server:
