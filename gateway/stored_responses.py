@@ -107,7 +107,7 @@ def _items_of(message: Message) -> Iterator[dict[str, Any]]:
     elif text or not calls:
         content = output_text(text) if role == "assistant" else {"type": "input_text", "text": text}
         yield {"type": "message", "role": role, "content": [content], **done}
-    for made in calls:
-        name, arguments = made["function"]["name"], made["function"]["arguments"]
+    for call in calls:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        yield {"type": "function_call", "call_id": made["id"], "name": name, "arguments": written, **done}
+        yield {"type": "function_call", "call_id": call["id"], "name": name, "arguments": written, **done}

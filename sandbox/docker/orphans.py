@@ -1,4 +1,4 @@
-"""Whose a container or a snapshot's image is, as labels, and clearing away what a killed process left.
+"""Labels that name the owner of a container or a snapshot's image, and removal of what a killed process left.
 
 A box ends by itself when its worker dies, and the engine removes it then. What can stay is a container whose worker was
 killed between its creation and its start, or that the engine lost while it was down itself; and every image that a box

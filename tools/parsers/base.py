@@ -55,7 +55,7 @@ class ToolCall:
     call_id: str = ""
     """``call_0``, ``call_1`` ...: position in the turn."""
     written_id: str = ""
-    """The id that the model wrote, where results are written beside it (Kimi K2, Mistral); empty elsewhere. A number
+    """The id that the model wrote, where results are written next to it (Kimi K2, Mistral); empty elsewhere. A number
     (Cohere) counts the calls of the conversation before it."""
     error: str | None = None
     """What is wrong with the call's form, in words for the model."""

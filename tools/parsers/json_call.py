@@ -10,7 +10,7 @@ from typing import Any
 from penstock.tools.parsers.turn import Malformed, NamedCall, TurnBuilder, skip_space
 
 _ID = re.compile(r"(?![0-9]{1,3}\Z)[\w.:\-]{1,64}")
-"""Results are written beside the id: it must not be able to spell a special token, nor be a number, which counts calls
+"""Results are written next to the id: it must not be able to spell a special token, nor be a number, which counts calls
 (`ToolCall.written_id`)."""
 MAX_DEPTH = 64
 """Levels of nesting. What checks and writes arguments later recurses, on a deeper stack than this."""

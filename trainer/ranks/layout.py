@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 RANKS_FILE_VARIABLE = "PENSTOCK_RANKS_FILE"
 """Names the file. Without it ranks meet at torchrun's store, which listens on every address of its machine and asks
-nobody who they are: over several machines there is no other."""
+for no proof of identity: over several machines there is no other."""
 CORES_VARIABLE = "PENSTOCK_TRAIN_CORES"
 """CPU cores that a placement reserved for the ranks of this machine together; unset: all that they may run on."""
 

@@ -83,7 +83,7 @@ class Wire(asyncio.BufferedProtocol):
         """Long strings that were not read yet; what `_parser` holds came after them."""
         self._parsing = False
         """hiredis was fed since its last whole reply, or holds more than that: what comes next may be in the middle of
-        a reply, or after one that nobody has read."""
+        a reply, or after one that was not read."""
         self._arrived: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
         self._transport = connection._writer.transport
