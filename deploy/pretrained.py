@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from penstock.common.files import FileLock
 from penstock.common.registry import nearest
@@ -171,16 +171,18 @@ def _convert(gguf: Path, folder: Path, dtype: Dtype) -> None:
 
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    config = type(quantized.config).from_dict(_without_quantization(quantized.config.to_dict()))
+    # Transformers refuses to save a model whose configuration names GGUF, dequantized or not.
+    config = type(quantized.config).from_dict(
+        {
+            key: value
+            for key, value in quantized.config.to_dict().items()
+            if key not in ("quantization_config", "_name_or_path")
+        }
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig.from_model_config(config)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-
-
-def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """transformers refuses to save a model whose configuration names GGUF, dequantized or not."""
-    return {key: value for key, value in config.items() if key not in ("quantization_config", "_name_or_path")}
 
 
 def _answer(folder: Path, question: str) -> str:

@@ -88,19 +88,15 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
     for name in arguments:
         if not described.takes(name):
             return f"unknown argument {name!r}{_nearest(name, described.names)}"
-    errors = sorted(_validator(schema).iter_errors(arguments), key=lambda error: list(map(str, error.path)))
-    return _describe(errors[0]) if errors else None
-
-
-def _validator(schema: Mapping[str, Any]) -> Any:
-    """One per schema object: making one costs several times the check itself. References never go to the network."""
+    # One per schema object: making one costs several times the check itself. References never go to the network.
     known = _VALIDATORS.get(id(schema))
     # The validator holds its schema, so that no other object gets this id.
     if known is None or known.schema is not schema:
         if len(_VALIDATORS) >= 1024:
             _VALIDATORS.clear()
         known = _VALIDATORS[id(schema)] = _dialect_of(schema)(schema, registry=REGISTRY)
-    return known
+    errors = sorted(known.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+    return _describe(errors[0]) if errors else None
 
 
 def _describe(error: ValidationError) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -40,25 +39,21 @@ def quickstart(
     name = f"name=quickstart-{time.strftime('%Y%m%d-%H%M%S')}"
     settings = [name, "dashboard.enabled=true", page, *(overrides or [])]
     with user_errors():
-        _refuse_without_programs(recipe, settings)
+        # Checks for the packages and programs that `pip install penstock` leaves out.
+        from penstock.deploy.config import load_config
+        from penstock.deploy.preflight.network import check_redis
+        from penstock.deploy.preflight.sandbox import check_sandbox
+
+        if missing := [name for name in ("torch", "accelerate", "safetensors") if find_spec(name) is None]:
+            raise ConfigError(f"{', '.join(missing)}: not installed\n  fix: pip install 'penstock[train,hf]'")
+        config = load_config(recipe, settings)
+        failed = [one for one in (check_redis(config), check_sandbox(config)) if one is not None and not one.ok]
+        if failed:
+            raise ConfigError("\n".join(f"{one.name}: {one.found}\n  fix: {one.fix}" for one in failed))
     status = run_recipe(recipe, settings, resume=False, dry_run=False)
     if status == 0:
         typer.echo("look at it: penstock dashboard    a project of your own: penstock init FOLDER", err=True)
     raise typer.Exit(status)
-
-
-def _refuse_without_programs(recipe: Path, overrides: Sequence[str]) -> None:
-    """Checks for the packages and programs that `pip install penstock` leaves out. Raises `ConfigError`."""
-    from penstock.deploy.config import load_config
-    from penstock.deploy.preflight.network import check_redis
-    from penstock.deploy.preflight.sandbox import check_sandbox
-
-    if missing := [name for name in ("torch", "accelerate", "safetensors") if find_spec(name) is None]:
-        raise ConfigError(f"{', '.join(missing)}: not installed\n  fix: pip install 'penstock[train,hf]'")
-    config = load_config(recipe, overrides)
-    failed = [one for one in (check_redis(config), check_sandbox(config)) if one is not None and not one.ok]
-    if failed:
-        raise ConfigError("\n".join(f"{one.name}: {one.found}\n  fix: {one.fix}" for one in failed))
 
 
 def init(

@@ -109,21 +109,16 @@ def export(
     place = RunDir(run)
     with user_errors(OSError, ValueError):
         config = parse_config(yaml.safe_load(place.config.read_text()), source=str(place.config))
-        checkpoint = _checkpoint(place.checkpoints, step)
+        checkpoints = sorted(path for path in place.checkpoints.glob("step_*") if not path.suffix)
+        matches = [path for path in checkpoints if step is None or path.name == f"step_{step:08d}"]
+        if not matches:
+            there = ", ".join(path.name for path in checkpoints) or "none"
+            raise FileNotFoundError(
+                f"{place.checkpoints} has no checkpoint{'' if step is None else f' of step {step}'}; there: {there}"
+            )
+        checkpoint = matches[-1]
         done = export_checkpoint(checkpoint, config.model, config.trainer, folder)
     typer.echo(f"{folder}: the weights after {done} steps")
-
-
-def _checkpoint(folder: Path, step: int | None) -> Path:
-    """Raises `FileNotFoundError`."""
-    checkpoints = sorted(path for path in folder.glob("step_*") if not path.suffix)
-    matches = [path for path in checkpoints if step is None or path.name == f"step_{step:08d}"]
-    if not matches:
-        there = ", ".join(path.name for path in checkpoints) or "none"
-        raise FileNotFoundError(
-            f"{folder} has no checkpoint{'' if step is None else f' of step {step}'}; there: {there}"
-        )
-    return matches[-1]
 
 
 def bench(

@@ -103,19 +103,10 @@ def resolve_target(request: EvalRequest) -> EvalPlan:
     if request.samples > 1 and temperature == 0:
         raise ConfigError(f"--temperature 0 with --n {request.samples}: a task's samples would be the same; use --n 1")
     rows = _rows(request, config)
-    planned = _for_evaluation(config, name, request.url)
-    export = None
-    if step is not None and run is not None:
-        export, model = (run.root, step), str(RunDir.of(planned).root / "model")
-    planned = planned.model_copy(update={"model": model})
-    return EvalPlan(planned, source, export, rows, request.samples, temperature)
-
-
-def _for_evaluation(config: RunConfig, name: str, url: str | None) -> RunConfig:
-    """The limits of a queue without training; a server and workers here. Raises `ConfigError`."""
+    # The limits of a queue without training; a server and workers here.
     rollout: dict[str, Any] = {"evaluation_server": False, "port": 0}  # next to a living run of the recipe
-    if url is not None:
-        rollout |= {"engine": "served", "url": url, "servers": 1}
+    if request.url is not None:
+        rollout |= {"engine": "served", "url": request.url, "servers": 1}
     elif not config.rollout.servers:
         raise ConfigError("rollout.servers is 0: a run's servers are elsewhere; give rollout.servers=1 or --url")
     if not config.agent.workers:
@@ -127,7 +118,12 @@ def _for_evaluation(config: RunConfig, name: str, url: str | None) -> RunConfig:
     tree |= {"name": name, "runs_dir": str(Path(config.runs_dir).resolve())}
     tree |= {"group_size": 1, "groups_per_step": 1, "max_staleness": 0}
     tree["rollout"] |= rollout
-    return parse_config(tree, source="penstock eval")
+    planned = parse_config(tree, source="penstock eval")
+    export = None
+    if step is not None and run is not None:
+        export, model = (run.root, step), str(RunDir.of(planned).root / "model")
+    planned = planned.model_copy(update={"model": model})
+    return EvalPlan(planned, source, export, rows, request.samples, temperature)
 
 
 def _model(request: EvalRequest, config: RunConfig, run: RunDir | None) -> tuple[str, str, int | None]:

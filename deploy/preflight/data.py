@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,15 +93,14 @@ def check_sources(config: RunConfig) -> Iterator[Check]:
     """`agent.sources` and `trainer.sources`: that each is of some task."""
     for section, names in (("agent.sources", config.agent.sources), ("trainer.sources", config.trainer.sources)):
         if names:
-            yield _check_names(section, names, data_sources(config))
-
-
-def _check_names(section: str, names: Iterable[str], sources: set[str]) -> Check:
-    """The data sources of generated data are not known before the run: nothing is refused then."""
-    unused = [name for name in names if sources and all(pattern_of(source, [name]) is None for source in sources)]
-    return Check(
-        section,
-        not unused,
-        f"no data_source {', '.join(unused)}" if unused else ", ".join(names),
-        f"the data has {', '.join(sorted(sources))}: correct the name, or leave it out",
-    )
+            # The data sources of generated data are not known before the run: nothing is refused then.
+            sources = data_sources(config)
+            unused = [
+                name for name in names if sources and all(pattern_of(source, [name]) is None for source in sources)
+            ]
+            yield Check(
+                section,
+                not unused,
+                f"no data_source {', '.join(unused)}" if unused else ", ".join(names),
+                f"the data has {', '.join(sorted(sources))}: correct the name, or leave it out",
+            )

@@ -49,7 +49,12 @@ def check_open_files(config: RunConfig) -> Check:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     worker = config.agent.concurrency * FILES_PER_EPISODE if config.agent.workers else 0
     server = config.rollout.max_concurrent * QUEUE * FILES_PER_REQUEST if config.rollout.servers else 0
-    needed = BASE_FILES + max(worker, server + _broadcast_files(config))
+    # Files that one member of a broadcast opens: it is in a group with all workers for each of the trainer's ranks.
+    rollout = config.rollout
+    each = (gpus_of_server(rollout) or 1) if rollout.receives_in_place else 1
+    workers = (rollout.servers + lent_servers(config)) * each
+    broadcast = config.trainer.ranks * (workers + FILES_PER_GROUP) if rollout.manifest_transport == "broadcast" else 0
+    needed = BASE_FILES + max(worker, server + broadcast)
     granted = "any number of" if hard == resource.RLIM_INFINITY else hard
     return Check(
         "open files",
@@ -58,14 +63,6 @@ def check_open_files(config: RunConfig) -> Check:
         f"`ulimit -Hn {needed}` before the run (limits.conf, LimitNOFILE= or --ulimit nofile={needed}), or lower"
         " agent.concurrency and rollout.max_concurrent",
     )
-
-
-def _broadcast_files(config: RunConfig) -> int:
-    """Files that one member of a broadcast opens: it is in a group with all workers for each of the trainer's ranks."""
-    rollout = config.rollout
-    each = (gpus_of_server(rollout) or 1) if rollout.receives_in_place else 1
-    workers = (rollout.servers + lent_servers(config)) * each
-    return config.trainer.ranks * (workers + FILES_PER_GROUP) if rollout.manifest_transport == "broadcast" else 0
 
 
 def check_threads(config: RunConfig) -> Check | None:

@@ -216,7 +216,13 @@ def _fix(config: RunConfig, shape: ModelShape, gpus: Gpus, parts: Mapping[str, f
     largest = max(parts, key=parts.__getitem__)
     if largest == ENGINES:
         return f"lower {_claim_key(config)}, or start servers on other machines"
-    return _keys_of(largest, config.trainer)
+    if largest == ACTIVATIONS:
+        return "lower trainer.micro_batch_tokens and rollout.max_model_len, or raise trainer.parallel.context"
+    if config.trainer.engine == "megatron":
+        return "raise trainer.ranks, trainer.parallel.tensor or trainer.parallel.expert"
+    if config.trainer.parallel.replicate > 1:
+        return "lower trainer.parallel.replicate: each set of ranks holds all weights and moments"
+    return "raise trainer.ranks, set trainer.lora.rank, or take a smaller model"
 
 
 def _changes(trainer: TrainerConfig) -> Mapping[str, Mapping[str, Any]]:
@@ -225,16 +231,6 @@ def _changes(trainer: TrainerConfig) -> Mapping[str, Mapping[str, Any]]:
     chooses = {words for words, update in CHANGES.items() if update.get("recompute") == "selective"}
     refused = trainer.compile or trainer.activation_offload
     return {words: update for words, update in CHANGES.items() if not (refused and words in chooses)}
-
-
-def _keys_of(part: str, trainer: TrainerConfig) -> str:
-    if part == ACTIVATIONS:
-        return "lower trainer.micro_batch_tokens and rollout.max_model_len, or raise trainer.parallel.context"
-    if trainer.engine == "megatron":
-        return "raise trainer.ranks, trainer.parallel.tensor or trainer.parallel.expert"
-    if trainer.parallel.replicate > 1:
-        return "lower trainer.parallel.replicate: each set of ranks holds all weights and moments"
-    return "raise trainer.ranks, set trainer.lora.rank, or take a smaller model"
 
 
 # recipes below a folder ----------------------------------------------------------------------------------------------

@@ -131,7 +131,15 @@ def check_model(config: RunConfig) -> Check:
     missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
     if missing:
         return Check("model", False, f"{folder} lacks {', '.join(missing)}", SAVE)
-    return _check_weights(folder)
+    try:
+        read_config(folder)
+        weights = read_weights(folder)
+    except BadModelFiles as error:
+        return Check("model", False, f"{folder}: {error}", error.fix)
+    if weights is None and not any(folder.glob("*.bin")):
+        return Check("model", False, f"{folder} has no weights: no *.safetensors", SAVE)
+    size = f"{weights.parameters / 1e6:.1f} M parameters" if weights else "weights as .bin files"
+    return Check("model", True, f"{folder}: {size}")
 
 
 def _known(name: str) -> str:
@@ -162,18 +170,6 @@ def _check_hub(name: str) -> Check:
         problem = f"{name}: neither a folder here nor in the hub's cache, and the hub cannot be asked ({error})"
         return warning("model", problem, NAMES)
     return Check("model", True, f"{name}: on the hub")
-
-
-def _check_weights(folder: Path) -> Check:
-    try:
-        read_config(folder)
-        weights = read_weights(folder)
-    except BadModelFiles as error:
-        return Check("model", False, f"{folder}: {error}", error.fix)
-    if weights is None and not any(folder.glob("*.bin")):
-        return Check("model", False, f"{folder} has no weights: no *.safetensors", SAVE)
-    size = f"{weights.parameters / 1e6:.1f} M parameters" if weights else "weights as .bin files"
-    return Check("model", True, f"{folder}: {size}")
 
 
 def read_config(model: Path) -> dict[str, Any]:

@@ -38,7 +38,10 @@ def _listened(section: str, host: str, ports: Sequence[int], host_key: str, port
     name = f"{section}.{port_key}"
     for port in ports:
         try:
-            _bind(host, port)
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
         except socket.gaierror as error:
             fix = f"set {section}.{host_key} to an address or name of this machine"
             return Check(f"{section}.{host_key}", False, f"{host}: {error.strerror}", fix)
@@ -51,13 +54,6 @@ def _listened(section: str, host: str, ports: Sequence[int], host_key: str, port
     return Check(
         name, True, f"{ports[0]} and up are free" if ports[0] else f"free ports of {host}, chosen at the start"
     )
-
-
-def _bind(host: str, port: int) -> None:
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
 
 
 def check_advertised(config: RunConfig) -> Iterator[Check]:

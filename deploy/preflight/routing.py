@@ -50,7 +50,9 @@ def _obstacles(config: RunConfig) -> Iterator[tuple[bool, str, str]]:
 
 def token_bytes(config: RunConfig) -> int:
     """About what a sampled token takes in the queue. A wrong model is reported by `check_routing_replay`."""
-    known = BYTES_PER_TOKEN + _teacher_bytes(config)
+    # A logprob, and id and logprob of each of its likeliest ids: of the teacher that gives most.
+    top_ks = config.agent.teacher_top_k
+    known = BYTES_PER_TOKEN + (4 + 8 * max(top_ks) if top_ks else 0)
     if not config.rollout.routing_replay:
         return known
     try:
@@ -58,12 +60,6 @@ def token_bytes(config: RunConfig) -> int:
     except ValueError:
         return known
     return known + (layers.token_bytes if layers else 0)
-
-
-def _teacher_bytes(config: RunConfig) -> int:
-    """A logprob, and id and logprob of each of its likeliest ids: of the teacher that gives most."""
-    top_ks = config.agent.teacher_top_k
-    return 4 + 8 * max(top_ks) if top_ks else 0
 
 
 def _layers(config: RunConfig) -> MixtureLayers | None:

@@ -40,19 +40,16 @@ def with_stop_grace(config: RunConfig) -> RunConfig:
     cannot be read."""
     if config.trainer.stop_grace_s is not None:
         return config
-    trainer = config.trainer.model_copy(update={"stop_grace_s": _needed_s(config)})
+    shape, _ = find_shape(config)
+    share = checkpoint_bytes(config, shape) / config.trainer.ranks if shape else 0.0
+    grace_s = max(TRAINER_STOP_S, math.ceil(AROUND_SAVE_S + share / SLOWEST_BYTES_PER_S))
+    trainer = config.trainer.model_copy(update={"stop_grace_s": grace_s})
     return config.model_copy(update={"trainer": trainer})
 
 
 def head_grace_s(config: RunConfig, around_s: float) -> int:
     """Whole seconds between SIGTERM to the head and SIGKILL."""
     return math.ceil(trainer_stop_s(with_stop_grace(config).trainer) + around_s)
-
-
-def _needed_s(config: RunConfig) -> float:
-    shape, _ = find_shape(config)
-    share = checkpoint_bytes(config, shape) / config.trainer.ranks if shape else 0.0
-    return max(TRAINER_STOP_S, math.ceil(AROUND_SAVE_S + share / SLOWEST_BYTES_PER_S))
 
 
 def check_stop_grace(config: RunConfig) -> Iterator[Check]:

@@ -125,7 +125,19 @@ def _conversations(config: RunConfig, chat: ChatTokens, findings: Findings) -> I
             except BadDemonstration as error:
                 findings.refuse(error)
     if sft.policy:
-        yield from _played(config, sft.policy, findings.dropped)
+        # Episodes of a policy that earned the full reward.
+        if config.data.train == NO_TASKS:
+            raise ConfigError("sft.policy plays tasks of data.train, and the recipe has none: set data.train")
+        rows = rows_of(config, "train", config.sft.policy_rows)
+        result = asyncio.run(rehearse_recipe(config, load_object(sft.policy, Path.cwd()), rows))
+        rewards = [full_reward(row) for row in rows]
+        causes = why_dropped(result, rewards)
+        shown = [one for one in result.trajectories if same_reward(one.reward, rewards[_row(one)])]
+        if not shown:
+            raise ConfigError(f"sft.policy: {sft.policy} solved none of {len(rows)} tasks: {listed(causes)}")
+        findings.dropped.update(causes)
+        for one in shown:
+            yield one.segments
 
 
 def _of_files(
@@ -162,22 +174,6 @@ async def tools_of(config: RunConfig) -> Tools:
         await close_tools(tools.values())
         if sandbox is not None:
             await sandbox.close()
-
-
-def _played(config: RunConfig, policy: str, dropped: Counter[str]) -> Iterator[Sequence[Segment]]:
-    """Episodes of a policy that earned the full reward."""
-    if config.data.train == NO_TASKS:
-        raise ConfigError("sft.policy plays tasks of data.train, and the recipe has none: set data.train")
-    rows = rows_of(config, "train", config.sft.policy_rows)
-    result = asyncio.run(rehearse_recipe(config, load_object(policy, Path.cwd()), rows))
-    rewards = [full_reward(row) for row in rows]
-    causes = why_dropped(result, rewards)
-    shown = [one for one in result.trajectories if same_reward(one.reward, rewards[_row(one)])]
-    if not shown:
-        raise ConfigError(f"sft.policy: {policy} solved none of {len(rows)} tasks: {listed(causes)}")
-    dropped.update(causes)
-    for one in shown:
-        yield one.segments
 
 
 def why_dropped(result: EnvCheck, rewards: Sequence[float]) -> Counter[str]:

@@ -68,7 +68,13 @@ class BwrapSandbox(DriverSandbox):
         """
         super().__init__(config, queue_timeout_s)
         self._features = probe()
-        self._folders = _shared_folders(config)
+        # `sandbox.folders`, read-only.
+        arguments: list[str] = []
+        for inside, here in shared_folders(config).items():
+            for parent in reversed(PurePosixPath(inside).parents[:-1]):
+                arguments += ["--perms", "0755", "--dir", str(parent)]
+            arguments += ["--ro-bind", here, inside]
+        self._folders = arguments
         self._cgroups, self._why_no_cgroups = open_cgroups(owner, config)
         if self._cgroups is not None and (count := self._cgroups.reap()):
             logger.warning("sandbox: cleared away %d boxes that an earlier process of %s left", count, owner)
@@ -231,16 +237,6 @@ def _system_folders() -> list[str]:
             arguments += ["--ro-bind", str(path), str(path)]
     for path in map(Path, ("/etc/alternatives", "/etc/ld.so.cache")):
         arguments += ["--ro-bind-try", str(path), str(path)]
-    return arguments
-
-
-def _shared_folders(config: SandboxConfig) -> list[str]:
-    """`sandbox.folders`, read-only. Raises `SandboxError` where one is not there."""
-    arguments: list[str] = []
-    for inside, here in shared_folders(config).items():
-        for parent in reversed(PurePosixPath(inside).parents[:-1]):
-            arguments += ["--perms", "0755", "--dir", str(parent)]
-        arguments += ["--ro-bind", here, inside]
     return arguments
 
 

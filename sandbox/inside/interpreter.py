@@ -51,7 +51,12 @@ def execute(code: str, name: str, namespace: dict[str, Any], sources: dict[str, 
         if last is not None:
             exec(last, namespace)  # noqa: S102
     except SystemExit as error:
-        return _exit_code(error.code)
+        if error.code is None:
+            return 0
+        if isinstance(error.code, int):
+            return error.code & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
     except BaseException as error:  # noqa: BLE001 - whatever the code raised is its result
         _show(error, sources)
         return 1
@@ -66,15 +71,6 @@ def _split_last_expression(code: str, name: str) -> tuple[Any, Any]:
 
         last = compile(_ast.Interactive([tree.body.pop()]), name, "single", dont_inherit=True)
     return compile(tree, name, "exec", dont_inherit=True), last
-
-
-def _exit_code(code: object) -> int:
-    if code is None:
-        return 0
-    if isinstance(code, int):
-        return code & 0xFF
-    print(code, file=sys.stderr)
-    return 1
 
 
 def _show(error: BaseException, sources: dict[str, str]) -> None:

@@ -37,7 +37,15 @@ def read_value(text: str, start: int, scalar: ReadScalar, key: ReadScalar, depth
     if text.startswith("[", start):
         return _read_list(text, start + 1, scalar, key, depth)
     if text.startswith("{", start):
-        return _read_object(text, start + 1, scalar, key, depth)
+        position = start + 1
+        members: dict[str, Any] = {}
+        while not text.startswith("}", position := skip_space(text, position)):
+            position = skip_space(text, expect(text, position, ",")) if members else position
+            name, position = key(text, position)
+            if name in members:
+                raise Malformed("an object has the same key twice")
+            members[name], position = read_value(text, expect(text, position, ":"), scalar, key, depth + 1)
+        return members, position + 1
     return scalar(text, start)
 
 
@@ -92,16 +100,3 @@ def _read_list(text: str, position: int, scalar: ReadScalar, key: ReadScalar, de
         value, position = read_value(text, position, scalar, key, depth + 1)
         items.append(value)
     return items, position + 1
-
-
-def _read_object(
-    text: str, position: int, scalar: ReadScalar, key: ReadScalar, depth: int
-) -> tuple[dict[str, Any], int]:
-    members: dict[str, Any] = {}
-    while not text.startswith("}", position := skip_space(text, position)):
-        position = skip_space(text, expect(text, position, ",")) if members else position
-        name, position = key(text, position)
-        if name in members:
-            raise Malformed("an object has the same key twice")
-        members[name], position = read_value(text, expect(text, position, ":"), scalar, key, depth + 1)
-    return members, position + 1

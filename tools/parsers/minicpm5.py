@@ -29,22 +29,18 @@ class MiniCpm5Parser(MarkedParser):
         reader = ArgumentReader(head[1], tools, (OPEN, CLOSE, PARAM, END_PARAM))
         position = head.end()
         while param := _PARAM.match(text, position):
-            position = _read_param(text, param, reader)
+            # Adds a parameter; where its tag ends.
+            is_text = text.startswith(CDATA, param.end())
+            start, mark = (param.end() + len(CDATA), END_CDATA + END_PARAM) if is_text else (param.end(), END_PARAM)
+            end = text.find(mark, start)
+            if end < 0:
+                raise Malformed(f"{mark} is missing")
+            value = text[start:end]
+            if is_text:
+                reader.add_value(param[1], value, value)
+            else:
+                reader.add(param[1], value)
+            position = end + len(mark)
         position = expect(text, position, CLOSE)
         turn.call(head[1], reader.done())
         return position
-
-
-def _read_param(text: str, match: re.Match[str], reader: ArgumentReader) -> int:
-    """Adds a parameter; where its tag ends. Raises `Malformed`."""
-    is_text = text.startswith(CDATA, match.end())
-    start, mark = (match.end() + len(CDATA), END_CDATA + END_PARAM) if is_text else (match.end(), END_PARAM)
-    end = text.find(mark, start)
-    if end < 0:
-        raise Malformed(f"{mark} is missing")
-    value = text[start:end]
-    if is_text:
-        reader.add_value(match[1], value, value)
-    else:
-        reader.add(match[1], value)
-    return end + len(mark)

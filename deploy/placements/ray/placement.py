@@ -226,7 +226,11 @@ class RayPlacement:
                 try:
                     yield
                 finally:
-                    await self._clean(config)
+                    # Weights in the shared memory of every node that had a role and is alive; `launch` sees to this
+                    # machine.
+                    alive = {node["NodeID"] for node in living_nodes()}
+                    used = {node for member in self._members for node in member.nodes}
+                    await asyncio.gather(*(_clean_node(node, config) for node in alive & used))
 
     def place(self, role: Role, run: RunDir) -> RayMember:
         """Reserves at once; the member's `run` waits until there is room."""
@@ -247,12 +251,6 @@ class RayPlacement:
         if self._config is None:
             raise RuntimeError("place: the placement is not open")
         return self._config
-
-    async def _clean(self, config: RunConfig) -> None:
-        """Weights in the shared memory of every node that had a role and is alive; `launch` sees to this machine."""
-        alive = {node["NodeID"] for node in living_nodes()}
-        used = {node for member in self._members for node in member.nodes}
-        await asyncio.gather(*(_clean_node(node, config) for node in alive & used))
 
 
 async def _clean_node(node_id: str, config: RunConfig) -> None:

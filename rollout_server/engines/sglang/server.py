@@ -161,19 +161,16 @@ class SGLangServer(ChildServer):
             # With a copy in host memory, versions that were never announced survive too: the model itself is one.
             defaults |= {"enable-memory-saver": True, "enable-weights-cpu-backup": self.sleep_level == 1}
         if self.config.kv_offload_gb:
-            defaults |= {"enable-hierarchical-cache": True, "hicache-size": self._offload_gb_of_rank()}
+            # SGLang takes what each rank of a server has.
+            ranks = ranks_of(self.config.sglang_args)
+            if self.config.kv_offload_gb < ranks:
+                raise EngineError(
+                    f"rollout.kv_offload_gb: {self.config.kv_offload_gb} GB for {ranks} ranks of SGLang, which takes "
+                    f"whole GB for each; set it to {ranks} or more",
+                    retryable=False,
+                )
+            defaults |= {"enable-hierarchical-cache": True, "hicache-size": (self.config.kv_offload_gb // ranks)}
         return defaults
-
-    def _offload_gb_of_rank(self) -> int:
-        """SGLang takes what each rank of a server has. Raises `EngineError`."""
-        ranks = ranks_of(self.config.sglang_args)
-        if self.config.kv_offload_gb < ranks:
-            raise EngineError(
-                f"rollout.kv_offload_gb: {self.config.kv_offload_gb} GB for {ranks} ranks of SGLang, which takes whole "
-                f"GB for each; set it to {ranks} or more",
-                retryable=False,
-            )
-        return self.config.kv_offload_gb // ranks
 
     def _cpu_defaults(self) -> dict[str, Any]:
         if self.config.kv_offload_gb:

@@ -56,7 +56,12 @@ class VLLMStream(AnswerStream):
         last: AnswerEvent | None = None
         try:
             for event in events:
-                self._check_fed(event)
+                # Before the first tokens.
+                fed, self._fed = self._fed, None
+                if fed is not None and (differs := difference(event, *fed)):
+                    raise EngineError(
+                        f"images: vLLM did not take the request as it was sent: {differs}", retryable=False
+                    )
                 for choice in event["choices"]:
                     ids, content = choice["token_ids"] or (), (choice["logprobs"] or {}).get("content") or ()
                     if len(ids) != len(content):
@@ -70,12 +75,6 @@ class VLLMStream(AnswerStream):
             if last["finish_reason"] not in _FINISH:
                 raise EngineError(f"vLLM ended the answer with {last['finish_reason']!r}")
             self._end(_FINISH[last["finish_reason"]], last.get("weight_versions"), last.get("routed_experts"))
-
-    def _check_fed(self, event: AnswerEvent) -> None:
-        """Before the first tokens. Raises `EngineError`: no server of this kind would do otherwise."""
-        fed, self._fed = self._fed, None
-        if fed is not None and (differs := difference(event, *fed)):
-            raise EngineError(f"images: vLLM did not take the request as it was sent: {differs}", retryable=False)
 
     def _rows(self, encoded: str) -> NDArray[Any]:
         """Base64 of a ``.npy`` file."""

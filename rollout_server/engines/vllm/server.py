@@ -106,7 +106,13 @@ class VLLMServer(ChildServer):
                 )
             ours["enable-return-routed-experts"] = True
         if not installation.cpu:
-            ours |= self._gpu_flags()
+            # Each front end has its own label for the weights: with data parallelism there would be several.
+            flags: dict[str, Any] = {"api-server-count": 1}
+            if self.sleep_level:  # refused by the build for CPUs, whose routes say that it sleeps and free nothing
+                flags["enable-sleep-mode"] = True
+            if self.config.kv_offload_gb:  # blocks are named by their tokens and `cache_salt`, in host memory too
+                flags["kv-offloading-size"] = self.config.kv_offload_gb
+            ours |= flags
         elif self.config.kv_offload_gb:
             raise EngineError(
                 "rollout.kv_offload_gb: vLLM's build for CPUs has its KV cache in host memory already; set it to 0 and "
@@ -114,15 +120,6 @@ class VLLMServer(ChildServer):
                 retryable=False,
             )
         return flag_words(VLLM.merge_flags(ours, self.config.vllm_args), negative=True)
-
-    def _gpu_flags(self) -> dict[str, Any]:
-        # Each front end has its own label for the weights: with data parallelism there would be several.
-        flags: dict[str, Any] = {"api-server-count": 1}
-        if self.sleep_level:  # refused by the build for CPUs, whose routes say that it sleeps and free nothing
-            flags["enable-sleep-mode"] = True
-        if self.config.kv_offload_gb:  # blocks are named by their tokens and `cache_salt`, in host memory too
-            flags["kv-offloading-size"] = self.config.kv_offload_gb
-        return flags
 
 
 async def find_installation(config: RolloutConfig) -> Installation:

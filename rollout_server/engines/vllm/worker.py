@@ -56,8 +56,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from penstock.common import write_atomically
-from penstock.rollout_server.engines.verify_loaded import Excerpts, Sample, compare_excerpts, compare_held
-from penstock.rollout_server.engines.vllm.in_place import InPlaceWorker, NamedStream
+from penstock.rollout_server.engines.verify_loaded import Sample, compare_excerpts, compare_held
+from penstock.rollout_server.engines.vllm.in_place import InPlaceWorker
 from penstock.rollout_server.engines.vllm_plugin import BROKEN, LOST, REFUSED
 from penstock.weight_sync import (
     Manifest,
@@ -191,16 +191,16 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             return f"{LOST}{error}"
         except WeightsBroken as error:
             return f"{BROKEN}{error}"
-        self._compare_excerpts(received.excerpts)
-        return received.state
-
-    def _compare_excerpts(self, excerpts: Excerpts) -> None:
-        forms, rows = by_engine_name(self.model, excerpts.forms), by_engine_name(self.model, excerpts.rows)
+        forms, rows = (
+            by_engine_name(self.model, received.excerpts.forms),
+            by_engine_name(self.model, received.excerpts.rows),
+        )
         comparison = compare_excerpts(self.model.named_parameters(), forms, rows)
         if comparison.different:
             raise RuntimeError(f"parameter {comparison.different} holds other values than were received in place")
         counts = comparison.equal, comparison.incomparable, comparison.reasons_text
         logger.info("received in place: %d parameters begin as it, %d cannot be compared%s", *counts)
+        return received.state
 
     def _fetch(self, manifest: Manifest, report: str = "") -> Future[Tensors]:
         future = self._reader.submit(self._read, manifest, report)
@@ -253,7 +253,9 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         placeholder stays: the next request, or the next load, would end vLLM."""
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(self._without_tied_head(tensors))
+            # One parameter under two names: loaded twice it would count twice, and its layer be complete too early.
+            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+            self.model.load_weights(((name, tensor) for name, tensor in tensors if not (tied and name == _OUTPUT_HEAD)))
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
             repack_tied_heads(self.model)
@@ -267,11 +269,6 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
                 _say(Path(report), f"cannot say what it holds: {error}")
                 return
         say_what_differs(self.model, version, tensors, report)
-
-    def _without_tied_head(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> NamedStream:
-        # One parameter under two names: loaded twice it would count twice, and its layer would be complete too early.
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        return ((name, tensor) for name, tensor in tensors if not (tied and name == _OUTPUT_HEAD))
 
 
 def _say(folder: Path, text: str) -> None:
