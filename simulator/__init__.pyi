@@ -1,10 +1,7 @@
 from .config import Simulation as Simulation
 from .load import BadSetup as BadSetup
-from .load import case_names as case_names
 from .load import changed as changed
-from .load import of_case as of_case
 from .load import of_file as of_file
-from .page import check as check
 from .pipeline import simulate as simulate
 from .rates import MEASURED as MEASURED
 from .split import advised as advised

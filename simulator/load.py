@@ -1,4 +1,4 @@
-"""Loads a checked `Simulation` from a YAML file, a case's name and ``a.b=value`` overrides."""
+"""Loads a checked `Simulation` from a YAML file and ``a.b=value`` overrides."""
 
 from __future__ import annotations
 
@@ -10,31 +10,10 @@ import yaml
 from pydantic import ValidationError
 
 from penstock.simulator.config import Simulation
-from penstock.simulator.local import calibrate, local_case, predicted
-from penstock.simulator.published import Calibration
-from penstock.simulator.stated import cases
 
 
 class BadSetup(Exception):
     """The file, a name or an override is wrong; the message names the key and is for people."""
-
-
-def case_names() -> list[str]:
-    """Published cases, and the local runs."""
-    return [*cases(), *(f"local-{run.name}" for run in local_case().runs)]
-
-
-def of_case(name: str) -> Simulation:
-    """A published case's asynchronous row, or a local run, with calibrated rates. Raises `BadSetup`."""
-    published = cases()
-    if name in published:
-        return Calibration(published[name]).asynchronous
-    local = local_case()
-    for pair in local.pairs:
-        for run in (local.run(pair.calibrated_on), local.run(pair.predicted)):
-            if name == f"local-{run.name}":
-                return predicted(run, calibrate(local.run(pair.calibrated_on)))
-    raise BadSetup(f"--case {name}: there are {', '.join(case_names())}")
 
 
 def of_file(path: Path) -> Simulation:

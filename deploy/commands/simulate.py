@@ -17,16 +17,10 @@ COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "stalen
 
 
 def simulate(
-    setup: Annotated[
-        Path | None, typer.Argument(help="A YAML file of a cluster and its work: docs/how/scale.md.", metavar="SETUP")
-    ] = None,
+    setup: Annotated[Path, typer.Argument(help="A YAML file of a cluster and its work: docs/how/scale.md.")],
     overrides: Overrides = None,
     *,
-    case: Annotated[str | None, typer.Option(help="A built-in run; `list` names them.")] = None,
     sweep: Annotated[str | None, typer.Option(help="key=a,b,c: one run for each value, as a table.")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Predict published and local runs and report the errors.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a run: step time, throughput, waiting times, staleness, and which split of GPUs would be faster.
@@ -35,31 +29,15 @@ def simulate(
 
     Examples: penstock simulate simulator/setups/agentic-64.yaml
     penstock simulate simulator/setups/agentic-64.yaml --sweep max_staleness=0,1,2,4
-    penstock simulate --case verl-7b-64-64 --json · penstock simulate --check
     """
-    from penstock.simulator import BadSetup, StuckSimulation, case_names
+    from penstock.simulator import BadSetup, StuckSimulation, changed, of_file
 
     with user_errors(BadSetup, StuckSimulation):
-        if check:
-            raise typer.Exit(_check(as_json))
-        if case == "list":
-            typer.echo("\n".join(case_names()))
-            return
-        config = _config(setup, case, overrides or [])
+        config = changed(of_file(setup), overrides or [])
         if sweep is None:
             _one(config, as_json)
         else:
             _sweep(config, sweep, as_json)
-
-
-def _config(setup: Path | None, case: str | None, overrides: list[str]) -> Simulation:
-    from penstock.simulator import BadSetup, changed, of_case, of_file
-
-    if case is not None:  # the first argument is an override already
-        return changed(of_case(case), [str(setup), *overrides] if setup is not None else overrides)
-    if setup is None:
-        raise BadSetup("name a setup file, --case NAME (--case list shows them), or --check; --help has examples")
-    return changed(of_file(setup), overrides)
 
 
 def _one(config: Simulation, as_json: bool) -> None:
@@ -106,24 +84,3 @@ def _cell(name: str, value: Any) -> str:
     if isinstance(value, str | int):
         return str(value)
     return f"{value:.0%}" if name.endswith("bubble") else f"{value:.2f}"
-
-
-def _check(as_json: bool) -> int:
-    """Returns the exit status: 0 if both largest errors are within their bounds."""
-    from penstock.simulator import check
-
-    report = check()
-    if as_json:
-        typer.echo(json.dumps(report))
-        return 0 if report["ok"] else 1
-    for name, row in report["published"].items():
-        note = "  (a constant comes from it: not counted)" if row["calibrates"] else ""
-        line = f"published {row['published']:.2f}x  predicted {row['predicted']:.2f}x"
-        typer.echo(f"{name:32} {line}  {row['error']:.1%}{note}")
-    for name, row in report["local"].items():
-        note = "" if row["counted"] else "  (the machine's load changed: not counted)"
-        line = f"measured {row['measured_s']:.2f} s  predicted {row['predicted_s']:.2f} s"
-        typer.echo(f"{name:32} {line}  {row['error']:.1%}{note}")
-    for name, value in report["figures"].items():
-        typer.echo(f"{name}: {value:.3f}")
-    return 0 if report["ok"] else 1

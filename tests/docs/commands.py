@@ -18,7 +18,7 @@ from tests.docs.pages import ROOT
 
 from penstock.agent_loops import find_loop, load_object
 from penstock.deploy import app, load_config, load_sandbox
-from penstock.simulator import changed, of_case, of_file
+from penstock.simulator import changed, of_file
 from penstock.testing import FakeSandbox
 from penstock.tools import make_tools
 
@@ -121,10 +121,7 @@ def check_sandbox(given: Mapping[str, Any], _folder: Path) -> None:
 
 
 def check_simulate(given: Mapping[str, Any], _folder: Path) -> None:
-    overrides, setup, case = list(given["overrides"] or ()), given["setup"], given["case"]
-    if setup is None and case in (None, "list"):
-        return
-    changed(of_case(case) if case else of_file(ROOT / setup), overrides)
+    changed(of_file(ROOT / given["setup"]), list(given["overrides"] or ()))
 
 
 def check_bench(given: Mapping[str, Any], _folder: Path) -> None:

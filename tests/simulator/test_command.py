@@ -71,7 +71,6 @@ def test_a_sweep_is_a_table_with_one_line_per_value(small: str) -> None:
         (["max_staleness=0.5"], "bounded takes a whole max_staleness"),
         (["colocated=true"], "set max_staleness: sync"),
         (["--sweep", "max_staleness"], "write it as key=a,b,c"),
-        (["--case", "nobody"], "there are verl-7b-16-16"),
     ],
 )
 def test_mistakes_name_the_key_and_the_mend(small: str, arguments: list[str], complaint: str) -> None:
@@ -79,21 +78,6 @@ def test_mistakes_name_the_key_and_the_mend(small: str, arguments: list[str], co
     assert code == 2
     assert complaint in said
     assert "Traceback" not in said
-
-
-def test_without_a_setup_the_message_says_what_to_give() -> None:
-    code, said = invoke()
-    assert code == 2
-    assert "--case NAME" in said
-
-
-def test_cases_are_listed_and_local_ones_run() -> None:
-    names = invoke("--case", "list")[1].split()
-    assert "verl-7b-64-64" in names
-    local = next(name for name in names if name.startswith("local-"))
-    code, said = invoke("--case", local, "steps=8")
-    assert code == 0
-    assert "Roles share their machines" in said
 
 
 @pytest.mark.parametrize("path", sorted(SETUPS.glob("*.yaml")), ids=lambda path: path.name)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.simulator.local import SKIPPED, recorded
+from benchmarks.simulator.local import SKIPPED, recorded
 
 
 def run_dir(root: Path, name: str, staleness: int, wall_s: float) -> str:

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.simulator.hardware import MODELS, Machine, Model, gradient_exchange_s, token_s, token_s_per_sequence
-from penstock.simulator.page import tables_in
-from penstock.simulator.rates import MEASURED, PLAN_INPUTS
-from penstock.simulator.scale import (
+from benchmarks.simulator.page import tables_in
+from benchmarks.simulator.scale import (
     MAX_STALENESS,
     PLANS,
     TABLES,
@@ -21,6 +19,8 @@ from penstock.simulator.scale import (
     queue_operations_per_s,
     setup,
 )
+from penstock.simulator.hardware import MODELS, Machine, Model, gradient_exchange_s, token_s, token_s_per_sequence
+from penstock.simulator.rates import MEASURED, PLAN_INPUTS
 
 ROOT = Path(__file__).parents[2]
 SCALE, _, SIMULATOR = (ROOT / "docs/how/scale.md").read_text().partition("\n## Simulate a cluster")
@@ -35,7 +35,7 @@ TINY = Model(parameters=1e6, active=5e5, kv_bytes_per_token=100)
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_pages_have_the_tables_as_they_come_out(name: str) -> None:
-    """`python -m penstock.simulator.page docs/how/scale.md` writes them."""
+    """`python -m benchmarks.simulator.page docs/how/scale.md` writes them."""
     assert (tables_in(SCALE) | tables_in(SIMULATOR))[name] == "\n".join(TABLES[name]())
 
 

@@ -1,6 +1,6 @@
 """The tables of docs/how/scale.md, and the check of predictions against measured runs.
 
-`python -m penstock.simulator.page docs/how/scale.md` rewrites the tables.
+`python -m benchmarks.simulator.page docs/how/scale.md` rewrites the tables.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.simulator.local import local_case, predict_local
-from penstock.simulator.published import HOST_RATE_CASE, Prediction, predict
-from penstock.simulator.scale import head, rendered
-from penstock.simulator.stated import cases
+from benchmarks.simulator.local import local_case, predict_local
+from benchmarks.simulator.published import HOST_RATE_CASE, Prediction, predict
+from benchmarks.simulator.scale import head, rendered
+from benchmarks.simulator.stated import cases
 
 WITHIN_PUBLISHED = 0.25
 WITHIN_LOCAL = 0.15

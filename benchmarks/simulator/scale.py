@@ -2,7 +2,7 @@
 
 Steps, and with them the queue's load, rest on `PLAN_INPUTS`, which nothing here has measured; weights on `MEASURED`.
 
-python -m penstock.simulator.scale        the tables of docs/how/scale.md
+python -m benchmarks.simulator.scale        the tables of docs/how/scale.md
 """
 
 from __future__ import annotations

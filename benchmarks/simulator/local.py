@@ -4,7 +4,7 @@ A record holds what a run left in ``metrics.jsonl`` (means over its steps after 
 was. Three rates are solved for on the calibration run: CPU seconds per episode start, per decoded token and per trained
 token; another run then differs in its stated settings and in the machine's load alone.
 
-    python -m penstock.simulator.local runs/FIRST:2.5 runs/SECOND:2.0 > simulator/cases/local.json
+    python -m benchmarks.simulator.local runs/FIRST:2.5 runs/SECOND:2.0 > benchmarks/simulator/cases/local.json
 
 records pairs of runs, the first of each for calibration; after the colon the mean load average while it ran.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from benchmarks.simulator.stated import Case
 from penstock.simulator.config import Rollout, Simulation, Trainer, Weights, Work, reaching
 from penstock.simulator.episodes import draw, trained_tokens
 from penstock.simulator.hardware import (
@@ -24,7 +25,6 @@ from penstock.simulator.hardware import (
 from penstock.simulator.pipeline import simulate, slowest_ranks
 from penstock.simulator.rates import planned
 from penstock.simulator.result import Result
-from penstock.simulator.stated import Case
 
 SIGMA = 1.0
 """Spread of response lengths if the source states only the maximum."""
