@@ -1,20 +1,22 @@
-"""How fast and how well runs of several stalenesses learn the calculator task when tools answer late.
+"""How fast and how well runs of several stalenesses learn.
 
     penstock bench learning --json
 
-Each run is a `penstock run` of recipes/calculator.yaml: Redis, a rollout server, agent workers, a trainer. Its tool is
-one far away (`support.far_python`) that answers after a log-normal time. max_staleness 0, 1 and 2 are the modes sync,
-one_step_off and fully_async; each is run with the recipe's correction and with none, on several seeds.
+Each run is a `penstock run` of a recipe: Redis, a rollout server, agent workers, a trainer. The tool of
+recipes/calculator.yaml is one far away (`support.far_python`) that answers after a log-normal time. max_staleness 0, 1
+and 2 are the modes sync, one_step_off and fully_async; each is run with the recipe's correction and with none, on
+several seeds.
 
-A run that has ended is kept, and not run again by the next call: a sweep can be done in pieces. Figures and ratios
-are of the runs that are there; a ratio whose runs are not is null. All else about the machine should be quiet.
+A run that has ended is kept, and not run again by the next call: a sweep can be done in pieces. Figures and ratios are
+of the runs that are there; a ratio whose runs are not is null. All else about the machine should be quiet.
 
-Environment: PENSTOCK_BENCH_FOLDER (runs/learning), PENSTOCK_BENCH_STALENESS (0,1,2,4,8), PENSTOCK_BENCH_CORRECTIONS
-(truncated_is,none), PENSTOCK_BENCH_SEEDS (0,1,2), PENSTOCK_BENCH_MAX_RUNS (all; so many in this call),
-PENSTOCK_BENCH_STEPS (50), PENSTOCK_BENCH_GROUPS and PENSTOCK_BENCH_GROUP_SIZE (8 each), PENSTOCK_BENCH_TOOL_MEDIAN_S
-(0.5), PENSTOCK_BENCH_TOOL_SIGMA (1.0), PENSTOCK_BENCH_TOOL_LONGEST_S (30 medians), PENSTOCK_BENCH_WORKER_CONCURRENCY
-(agent.concurrency; default: all that admission lets in), PENSTOCK_BENCH_ENGINE (hf), PENSTOCK_BENCH_RUN_TIMEOUT_S
-(3600).
+Environment: PENSTOCK_BENCH_RECIPE (recipes/calculator.yaml), PENSTOCK_BENCH_PICTURE (a file, .svg or .png: rewards
+against steps, tokens and seconds), PENSTOCK_BENCH_FOLDER (runs/learning), PENSTOCK_BENCH_STALENESS (0,1,2,4,8),
+PENSTOCK_BENCH_CORRECTIONS (truncated_is,none), PENSTOCK_BENCH_SEEDS (0,1,2), PENSTOCK_BENCH_MAX_RUNS (all; so many in
+this call), PENSTOCK_BENCH_STEPS (50), PENSTOCK_BENCH_GROUPS and PENSTOCK_BENCH_GROUP_SIZE (8 each),
+PENSTOCK_BENCH_TOOL_MEDIAN_S (0.5), PENSTOCK_BENCH_TOOL_SIGMA (1.0), PENSTOCK_BENCH_TOOL_LONGEST_S (30 medians),
+PENSTOCK_BENCH_WORKER_CONCURRENCY (agent.concurrency; default: all that admission lets in), PENSTOCK_BENCH_ENGINE (hf),
+PENSTOCK_BENCH_RUN_TIMEOUT_S (3600).
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.comparison import say
+from benchmarks.support.learning_picture import curves_by_label, draw_curves
 from benchmarks.support.learning_run import (
+    CALCULATOR,
     Common,
     Curve,
     LearningRun,
@@ -52,6 +56,8 @@ def measure() -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         curves = _curves(runs, common, folder)
+    if picture := _read("PICTURE", ""):
+        draw_curves(curves_by_label(curves), "max_staleness", Path(picture))
     setup = {**asdict(common), **processor(), "folder": str(folder)}
     setup |= {"runs": len(runs), "missing": [run.name for run in runs if run not in curves]}
     return {"bench": "learning", "ratio": ratios_of(curves), "figures": figures_of(curves), "setup": setup}
@@ -95,6 +101,7 @@ def _common() -> Common:
         timeout_s=float(_read("RUN_TIMEOUT_S", "3600")),
         tool_longest_s=float(_read("TOOL_LONGEST_S", "0")) or None,
         concurrency=int(_read("WORKER_CONCURRENCY", "0")) or None,
+        recipe=_read("RECIPE", CALCULATOR),
     )
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -21,7 +21,8 @@ from benchmarks.support.comparison import say
 from penstock.common import JsonlTail, last_by, read_jsonl
 from penstock.deploy import RunDir, RunLock, load_config
 
-RECIPE = ROOT / "recipes" / "calculator.yaml"
+CALCULATOR = "recipes/calculator.yaml"
+"""The recipe whose tool may be far away."""
 NONE = "none"
 WORKERS = 2
 LONGEST_WAITS = 30.0
@@ -51,11 +52,12 @@ class Common:
     concurrency: int | None = None
     """agent.concurrency; None: all that admission lets in is under way at once, so that what is compared is the
     staleness, not a worker's room."""
+    recipe: str = CALCULATOR
 
     def digest(self) -> str:
-        """Names the folder: runs of other settings are other runs, and neither replaces the other."""
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        settings = {**given, "timeout_s": None, "recipe": RECIPE.read_text()}
+        """Return the name of the folder: runs with other settings or of another format are kept apart."""
+        settings = {name: value for name, value in asdict(self).items() if value is not None and name != "timeout_s"}
+        settings |= {"text": (ROOT / self.recipe).read_text(), "curve": [field.name for field in fields(Curve)]}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -72,10 +74,7 @@ class LearningRun:
         return f"s{self.staleness}-{self.correction}-seed{self.seed}"
 
     def overrides(self, common: Common, folder: Path) -> list[str]:
-        """Of the calculator recipe."""
-        longest_s = common.tool_longest_s or LONGEST_WAITS * common.tool_median_s
-        waits = {"median_s": common.tool_median_s, "sigma": common.tool_sigma, "longest_s": longest_s}
-        tool = {"name": far_python.PATH, "timeout_s": longest_s + 10, "settings": waits}
+        """Return the settings of this run, on top of the recipe's."""
         episodes = common.groups * common.group_size * (self.staleness + 1)
         return [
             f"name={self.name}",
@@ -84,9 +83,7 @@ class LearningRun:
             f"max_staleness={self.staleness}",
             f"group_size={common.group_size}",
             f"groups_per_step={common.groups}",
-            f"data.train=generate:calculator/train?train=4096&eval=128&seed={self.seed}",
             "data.eval=null",
-            f"tools={json.dumps([tool])}",
             f"agent.workers={WORKERS}",
             f"agent.concurrency={common.concurrency or -(-episodes // WORKERS)}",
             f"rollout.engine={common.engine}",
@@ -95,7 +92,15 @@ class LearningRun:
             f"trainer.checkpoint_every={common.steps}",
             "trainer.keep_checkpoints=1",
             "trainer.save_trajectories=0",
+            *(self._far_away(common) if common.recipe == CALCULATOR else ()),
         ]
+
+    def _far_away(self, common: Common) -> list[str]:
+        longest_s = common.tool_longest_s or LONGEST_WAITS * common.tool_median_s
+        waits = {"median_s": common.tool_median_s, "sigma": common.tool_sigma, "longest_s": longest_s}
+        tool = {"name": far_python.PATH, "timeout_s": longest_s + 10, "settings": waits}
+        train = f"data.train=generate:calculator/train?train=4096&eval=128&seed={self.seed}"
+        return [train, f"tools={json.dumps([tool])}"]
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,8 @@ class Curve:
     """Mean over tokens"""
     waited_s: tuple[float, ...]
     """Of the step's time, the trainer waiting for its batch"""
+    tokens: tuple[int, ...]
+    """Sampled tokens that the step trained"""
 
     @classmethod
     def of(cls, rows: Sequence[dict[str, Any]]) -> Curve:
@@ -122,6 +129,7 @@ class Curve:
             tuple(row["reward"] for row in rows),
             tuple(row["staleness_mean"] for row in rows),
             tuple(row["wait_s"] for row in rows),
+            tuple(row["tokens_trained"] for row in rows),
         )
 
 
@@ -134,13 +142,15 @@ def finished(run: LearningRun, folder: Path) -> Curve | None:
 def carry_out(run: LearningRun, common: Common, folder: Path) -> Curve:
     """From start to end. What is left of an interrupted one goes: its clock did not run on. Raises `RunFailed`."""
     overrides = run.overrides(common, folder)
-    place = RunDir.of(load_config(RECIPE, overrides))
+    place = RunDir.of(load_config(ROOT / common.recipe, overrides))
     if place.root.exists():
         with RunLock(place, resume=True):  # raises where it is going on
             shutil.rmtree(place.root)
     log = folder / f"{run.name}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(_command(overrides), stdout=output, stderr=output, env=run_environment(), cwd=ROOT)
+        process = subprocess.Popen(
+            _command(common.recipe, overrides), stdout=output, stderr=output, env=run_environment(), cwd=ROOT
+        )
         try:
             _follow(process, run, common, place)
         finally:
@@ -154,8 +164,8 @@ def carry_out(run: LearningRun, common: Common, folder: Path) -> Curve:
     return curve
 
 
-def _command(overrides: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "penstock.deploy.cli", "run", str(RECIPE), *overrides]
+def _command(recipe: str, overrides: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "penstock.deploy.cli", "run", recipe, *overrides]
 
 
 def run_environment() -> dict[str, str]:

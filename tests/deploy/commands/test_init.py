@@ -46,7 +46,9 @@ def copied_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_index_has_every_recipe_that_ships() -> None:
-    there = {str(path.relative_to(RECIPES)) for path in RECIPES.rglob("*.yaml") if path.name != "sandbox.yaml"}
+    files = [path for path in RECIPES.rglob("*.yaml") if path.name != "sandbox.yaml"]
+    files += [path for path in RECIPES.rglob("*.py") if re.search(r"^SETTINGS = ", path.read_text(), re.MULTILINE)]
+    there = {str(path.relative_to(RECIPES)) for path in files}
     assert [one.file for one in shipped_recipes() if not (RECIPES / one.file).is_file()] == []
     assert {one.file for one in shipped_recipes()} == there
 

@@ -1,0 +1,1 @@
+"""Figures of a pretrained model: SmolLM2-135M-Instruct."""
