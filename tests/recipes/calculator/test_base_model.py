@@ -115,7 +115,7 @@ def test_knows_the_tool_by_its_own_description() -> None:
 @pytest.mark.usefixtures("recipe_path")
 def test_behaves_as_the_quickstart_needs(tokenizer: Any) -> None:
     import torch
-    from probe_base_model import play, summary
+    from tests.recipes.calculator.play import play, summary
 
     from penstock.datasets import problems
 

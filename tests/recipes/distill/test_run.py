@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from tests.deploy.conftest import assert_accounts_balance
-from tests.recipes.conftest import RECIPES, script
+from tests.recipes.conftest import RECIPES
+
+from benchmarks.support import distill_comparison
 
 pytestmark = [
     pytest.mark.deep,
@@ -24,7 +26,7 @@ def test_faster_than_grpo_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(RECIPES / "distill/cpu.yaml")]
     subprocess.run([*command, f"sft.out={model}", f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
     cells = ["GRPO alone", "teacher and GRPO", "top 8 and GRPO"]
-    found = script("distill/compare.py").main(
+    found = distill_comparison.main(
         ["--teacher", str(model), "--out", str(tmp_path / "runs"), "--seeds", "0", "--cells", *cells]
     )
     assert found["steps"]["teacher and GRPO"][0] is not None

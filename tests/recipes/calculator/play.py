@@ -1,25 +1,20 @@
-"""Play the calculator task offline: how often does a model call the tool, and what does it earn?
-
-    python recipes/calculator/probe_base_model.py --model recipes/calculator/model [--data gsm8k/test.parquet]
+"""Plays the calculator task offline: how often a model calls the tool, and what it earns.
 
 No server, no sandbox: the tool is answered by evaluating `print(round(EXPRESSION,n))`, the only code the model knows.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from reward import compute_score
 from traces import PYTHON_TOOL
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.datasets import BadExpression, evaluate, problems
+from penstock.datasets import BadExpression, evaluate
 
 CALL = re.compile(r'<tool_call>\n(\{"name": "python".*\})\n</tool_call>$')
 CODE = re.compile(r"print\(round\((.*),(\d)\)\)")
@@ -28,54 +23,13 @@ TURN_TOKENS = 40
 
 @dataclass(slots=True)
 class ProbeEpisode:
-    """One played problem; `response_mask` is 1 where the model wrote."""
+    """One played problem."""
 
-    expression: str
     prompt_ids: list[int]
     response_ids: list[int]
-    response_mask: list[int]
     called: bool = False
-    right_call: bool = False
     text: str = ""
     reward: float = 0.0
-
-    def extend(self, ids: list[int], written: bool) -> None:
-        self.response_ids += ids
-        self.response_mask += [int(written)] * len(ids)
-
-
-def main() -> None:
-    options = parse_options()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    rows = read_rows(options)
-    for temperature in (1.0, 0.0):
-        episodes = play(model, tokenizer, rows, temperature)
-        print(f"temperature {temperature}: {json.dumps(summary(episodes))}")
-        for episode in [e for e in episodes if e.called and not e.reward][: options.show]:
-            print(f"    {episode.expression}: {tokenizer.decode(episode.response_ids)!r}")
-
-
-def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", type=Path, help="Parquet with verl's columns; default: generated problems")
-    parser.add_argument("--count", type=int, default=512)
-    parser.add_argument("--show", type=int, default=0, help="failed calls to print")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args()
-
-
-def read_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    if options.data is None:
-        return problems(options.count, 0, options.seed + 1000)[0]
-    import pyarrow.parquet as pq
-
-    rows: list[dict[str, Any]] = pq.read_table(options.data).to_pylist()
-    return rows[: options.count]
 
 
 def play(model: Any, tokenizer: Any, rows: list[dict[str, Any]], temperature: float) -> list[ProbeEpisode]:
@@ -93,7 +47,7 @@ def play(model: Any, tokenizer: Any, rows: list[dict[str, Any]], temperature: fl
 def first_prompt(tokenizer: Any, row: dict[str, Any]) -> ProbeEpisode:
     text = tokenizer.apply_chat_template(row["prompt"], tools=[PYTHON_TOOL], add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ProbeEpisode(row["extra_info"]["expression"], ids, [], [])
+    return ProbeEpisode(ids, [])
 
 
 @torch.inference_mode()
@@ -110,7 +64,7 @@ def write_turn(model: Any, tokenizer: Any, episodes: list[ProbeEpisode], tempera
         )
         for episode, row in zip(batch, out[:, ids.shape[1] :].tolist(), strict=True):
             end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
-            episode.extend(row[:end], written=True)
+            episode.response_ids += row[:end]
             episode.text = tokenizer.decode(row[:end], skip_special_tokens=True)
 
 
@@ -121,13 +75,12 @@ def answer_call(tokenizer: Any, episode: ProbeEpisode) -> bool:
     code = CODE.fullmatch(parse_code(call.group(1))) if call else None
     if code is None:
         return False
-    episode.right_call = code.group(1) == episode.expression
     try:
         observation = str(round(evaluate(code.group(1)), int(code.group(2))))
     except BadExpression as error:
         observation = str(error)
     body = f"<|im_start|>user\n<tool_response>\n{observation}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    episode.extend(tokenizer("\n" + body, add_special_tokens=False)["input_ids"], written=False)
+    episode.response_ids += tokenizer("\n" + body, add_special_tokens=False)["input_ids"]
     return True
 
 
@@ -142,19 +95,12 @@ def summary(episodes: list[ProbeEpisode]) -> dict[str, float]:
     called = [episode for episode in episodes if episode.called]
     direct = [episode for episode in episodes if not episode.called]
     return {
-        "episodes": len(episodes),
         "calls": mean([episode.called for episode in episodes]),
         "reward": mean([episode.reward for episode in episodes]),
         "reward_if_called": mean([episode.reward for episode in called]),
-        "expression_copied": mean([episode.right_call for episode in called]),
         "reward_if_direct": mean([episode.reward for episode in direct]),
-        "response_tokens": mean([len(episode.response_ids) for episode in episodes]),
     }
 
 
 def mean(values: list[Any]) -> float:
     return round(sum(values) / len(values), 4) if values else 0.0
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Steps until the student earns nearly what its teacher earns: with the teacher, and by GRPO alone.
 
     penstock sft recipes/distill/cpu.yaml sft.out=data/distill/teacher
-    python recipes/distill/compare.py --teacher data/distill/teacher --out runs/distill-comparison
+    python -m benchmarks.support.distill_comparison --teacher data/distill/teacher --out runs/distill-comparison
 
 Each cell is a `penstock run` of cpu.yaml that ends when the mean reward of three steps is at the goal; `GRPO alone` has
 the optimizer of recipes/calculator.yaml, `top 8` learns from the teacher's likeliest ids, not from sampled tokens.
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-RECIPE = Path(__file__).with_name("cpu.yaml")
+RECIPE = Path(__file__).parents[2] / "recipes/distill/cpu.yaml"
 COMMAND = [sys.executable, "-m", "penstock.deploy.cli"]
 TOKEN = "PENSTOCK_TEACHER_TOKEN"  # noqa: S105 - the name of a variable
 WINDOW = 3
