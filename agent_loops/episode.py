@@ -33,7 +33,6 @@ from penstock.common import USERS_FAULTS, describe_error
 from penstock.tools import call_users
 from penstock.transfer_queue import BadPayload, Lease, Outcome, OutcomeKind, QueueError, Trajectory
 
-TEARDOWN_DEADLINE_S = 10.0
 MAX_RESTARTS = 2
 PROGRAM = "program"
 """Key in an output's extra that the reward sees too: how the program of a loop `command` ended, and what it left."""
@@ -210,7 +209,7 @@ class Episode:
 
     async def _teardown(self, loop: AgentLoopBase) -> None:
         try:
-            async with asyncio.timeout(TEARDOWN_DEADLINE_S):
+            async with asyncio.timeout(10.0):
                 await call_users(loop.teardown)
         except USERS_FAULTS:
             log.exception("teardown of episode %s failed", self._lease.episode_id)

@@ -22,7 +22,6 @@ from penstock.tools import BaseTool, ToolInfraError, sharing
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import Task
 
-ATTACH_DEADLINE_S = 60.0
 RELEASE_DEADLINE_S = 10.0
 OnLost = Literal["replay", "restart"]
 T = TypeVar("T")
@@ -160,7 +159,7 @@ class ToolStates:
         if session_id is None:
             return None
         try:
-            return await within(name, ATTACH_DEADLINE_S, self.tools[name].attach(self.task, session_id))
+            return await within(name, 60.0, self.tools[name].attach(self.task, session_id))
         except SandboxLost:
             return None
 

@@ -24,8 +24,6 @@ from penstock.common import NO_SPAN, NoSpan, OpenSpan, current_context, spans_on
 from penstock.sandbox import Sandbox
 from penstock.transfer_queue import Lease, Outcome, OutcomeKind
 
-MAX_SPANS = 256
-"""Spans kept of one episode; further ones are counted."""
 Span = tuple[str, str, float, float]
 """(kind: ``model``, ``tool``, ``reward``; name; start in seconds after the lease; seconds)"""
 OnSpan = Callable[[str, str, float], None]
@@ -65,7 +63,7 @@ class Trace:
         now = time.monotonic()
         if self.on_span is not None:
             self.on_span(kind, name, now - start)
-        if len(self.spans) >= MAX_SPANS:
+        if len(self.spans) >= 256:  # spans kept of one episode; further ones are counted
             self.dropped += 1
             return
         self.spans.append((kind, name, round(start - self.started, 4), round(now - start, 4)))

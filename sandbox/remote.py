@@ -151,9 +151,6 @@ class RemoteSandbox:
         await self.client.close()
 
 
-CONNECT_TIMEOUT_S = 5.0
-BUSY_TIMEOUT_S = 120.0
-"""How long a refusal for lack of room is retried: nothing was done, so nothing can be done twice."""
 JSON = {"Content-Type": "application/json"}
 RETRY_AFTER_S = (0.1, 1.0)
 """Requests with a key are sent again where the server did not answer: it does none of them twice."""
@@ -178,7 +175,8 @@ class RemoteClient:
 
     def __init__(self, url: str, token: str, max_connections: int) -> None:
         self.url = url.rstrip("/")
-        self.busy_timeout_s = BUSY_TIMEOUT_S
+        # How long a refusal for lack of room is retried: nothing was done, so nothing can be done twice.
+        self.busy_timeout_s = 120.0
         self._headers = bearer_headers(token)
         self._max_connections = max_connections
         self._session: aiohttp.ClientSession | None = None
@@ -276,7 +274,7 @@ def sendable(path: str) -> str:
 
 
 def _timeout(timeout_s: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
+    return aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
 
 
 def _checked(url: str, line: dict[str, Any]) -> dict[str, Any]:

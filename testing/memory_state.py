@@ -18,8 +18,6 @@ from penstock.transfer_queue.status import EPISODE_TOTALS
 from penstock.transfer_queue.types import Announcement, DataCursor, DeadLetter, Limits, Outcome, OutcomeKind, Task
 from penstock.transfer_queue.validation import same_reward
 
-JOURNALS_KEPT = 100
-"""Dead letters beyond the newest of these keep their cause and lose their journal."""
 DEFAULT_LIMITS = Limits(group_size=1, groups_per_step=1, max_staleness=0)
 
 
@@ -237,7 +235,8 @@ class MemoryState:
         """`sizes`: accounted bytes of its journal entries."""
         self.letters[letter.episode_id] = letter
         self.letter_bytes[letter.episode_id] = sizes
-        for name in list(self.letters)[:-JOURNALS_KEPT]:
+        # Dead letters beyond the newest of these keep their cause and lose their journal.
+        for name in list(self.letters)[:-100]:
             self.letters[name] = replace(self.letters[name], journal=[])
             self.letter_bytes[name] = []
 

@@ -77,7 +77,6 @@ LEAST_LOST_LEASES = 4
 
 BYTES_PER_TOKEN = 9
 """Bytes of one response token: id 4, logprob 4, mask 1."""
-OVERAGE = ("wait", "mask", "drop")
 FILTERS = ("none", "zero_variance")
 
 
@@ -93,7 +92,7 @@ def check_limits(limits: Limits) -> None:
     for name, (value, low) in numbers.items():
         if value < low:
             raise QueueError(f"limits: {name} is {value}, it must be at least {low}")
-    for name, choices in (("overage", OVERAGE), ("filter_groups", FILTERS)):
+    for name, choices in (("overage", ("wait", "mask", "drop")), ("filter_groups", FILTERS)):
         if getattr(limits, name) not in choices:
             raise QueueError(f"limits: {name} is {getattr(limits, name)!r}; one of {', '.join(choices)}")
     if 0 < limits.max_groups < limits.groups_per_step:

@@ -82,12 +82,8 @@ STRING_HEADER = 12
 """sds header and end of a long string, and the two bytes that Redis keeps of the protocol."""
 KEY_COST = 110
 """A key: its name, its entry in the key space, its value object."""
-GROUP_COST = 350
-"""A group's hash and key, its key's share of the key space, and its place in one sorted set."""
 MEMBER_COST = 300
 """An episode's fields in the group's hash and its place in one sorted set."""
-ENTRY_COST = 240
-"""One field of a journal's hash."""
 
 
 def allocated(size: int) -> int:
@@ -104,12 +100,13 @@ def payload_cost(size: int) -> int:
 
 
 def journal_cost(size: int) -> int:
-    return allocated(size + STRING_HEADER) + ENTRY_COST
+    return allocated(size + STRING_HEADER) + 240  # one field of a journal's hash
 
 
 def task_cost(size: int) -> int:
     """A task's own bytes and its group; its episodes cost `MEMBER_COST` each on top."""
-    return allocated(size + STRING_HEADER) + KEY_COST + GROUP_COST
+    # A group's hash and key, its key's share of the key space, and its place in one sorted set.
+    return allocated(size + STRING_HEADER) + KEY_COST + 350
 
 
 PER_OCTAVE = 12

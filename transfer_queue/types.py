@@ -71,7 +71,6 @@ class OutcomeKind(StrEnum):
     CANCELLED = "cancelled"
 
 
-MAX_FAILURE = 200
 KEPT_FAILURES = 20
 """Different failures that a queue counts; any further one is counted as `OTHER_FAILURES`."""
 OTHER_FAILURES = "other causes"
@@ -91,7 +90,7 @@ class Outcome:
     def failure(self) -> str:
         """Component and first line of the reason, for counting; at most 200 characters."""
         words = (self.component or self.kind, self.reason.partition("\n")[0])
-        return ": ".join(filter(None, words))[:MAX_FAILURE]
+        return ": ".join(filter(None, words))[:200]
 
     @property
     def may_carry_reward(self) -> bool:

@@ -177,8 +177,6 @@ def _is_finite(value: Any) -> bool:
 _I4, _F4, _U1, _U2 = (np.dtype(name) for name in ("<i4", "<f4", "u1", "<u2"))
 LEAST_EXPERTS = 2
 """Per token and layer: of one alone an unknown choice could not be distinguished from a known one."""
-MOST_MASS = 1.01
-"""Largest probability of one token's likeliest ids together: servers round, in half precision by some thousandths."""
 
 
 def check_segment(segment: Segment, min_version: int, where: str) -> None:
@@ -278,7 +276,8 @@ def _check_tops(segment: Segment, sampled: int, where: str) -> None:
     expect(dtype.kind != "i", field, f"dtype {dtype}, floats expected")
     logprobs = _check_logprobs(segment.teacher_top_logprobs, shape, field)
     mass = float(np.exp(np.minimum(logprobs, 1.0), dtype=np.float64).sum(axis=1).max(initial=0.0))
-    expect(mass <= MOST_MASS, field, f"probabilities of one token's ids sum to {mass:.3g}")
+    # Largest probability of one token's likeliest ids together: servers round, in half precision by some thousandths.
+    expect(mass <= 1.01, field, f"probabilities of one token's ids sum to {mass:.3g}")
 
 
 def _check_turns(values: Any, length: int, field: str) -> None:

@@ -23,7 +23,6 @@ from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
-MOST_CLOSED = 64
 NUMBER = re.compile(r"[0-9]{1,3}")
 ASKS: Message = {"role": "user", "content": "x"}
 
@@ -132,7 +131,7 @@ class Continuation:
         `tools_text`: repr of the tools."""
         key = (repr(replies), tools_text)
         if key not in self._closed_by:
-            if len(self._closed_by) >= MOST_CLOSED:
+            if len(self._closed_by) >= 64:
                 self._closed_by.clear()
             self._closed_by[key] = _behind(mark, self.template.render([ASKS, *replies], tools, prompt=False))
         return self._closed_by[key]

@@ -39,7 +39,6 @@ from penstock.tools.parsers import ParsedTurn, ToolCall
 Tools = Sequence[Any]
 ASKED = "ASKED4712"
 MOVED_CHARS = 20
-THOUGHT_TAGS = re.compile(r"</?think>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +265,7 @@ def _check_written_again(chat: ChatTokens, tools: Tools, role: str) -> None:
     parsed = chat.parser.parse(text, tools) if calls else ParsedTurn(text)
     if [call.name for call in parsed.calls] != [call.name for call in calls]:
         raise TemplateError("a token that ends a reply stands inside a reply that calls")
-    content = THOUGHT_TAGS.sub("", chat.continuation.special.sub("", parsed.content)).strip()
+    content = re.sub(r"</?think>", "", chat.continuation.special.sub("", parsed.content)).strip()
     if content != ("" if calls else PLAIN):
         raise TemplateError(f"a reply cannot be written again from its text: {content[:80]!r} would be its content")
 

@@ -43,7 +43,6 @@ from typing import Any
 MAX_ERROR = 4000
 MAX_LINE_BYTES = 16 << 20
 """Longest message to the worker, which closes the connection of a longer one (`gymnasium.MAX_LINE_BYTES`)."""
-GYMNASIUM_ID = re.compile(r"(?:[\w./-]+)-v\d+")
 Json = dict[str, Any]
 
 
@@ -73,7 +72,7 @@ def factory_of(name: str) -> Callable[..., Any]:
     value: Any = module
     for part in attribute.split("."):
         value = getattr(value, part, None)
-    if value is None and GYMNASIUM_ID.fullmatch(attribute):
+    if value is None and re.fullmatch(r"(?:[\w./-]+)-v\d+", attribute):
         return _made_by("gymnasium", attribute)
     if not callable(value):
         raise AttributeError(f"{module_name} has no function or class {attribute!r}")

@@ -29,7 +29,6 @@ from penstock.agent_loops.journal import EpisodeJournal
 from penstock.common import Backoff
 from penstock.transfer_queue import Lease, Task
 
-MAX_MESSAGE_BYTES = 16 << 20
 CLOSE_DEADLINE_S = 3.0
 BACKOFF = Backoff(0.2, 5.0)
 
@@ -60,7 +59,7 @@ class OpenEnvServer:
 
     async def connect(self) -> aiohttp.ClientWebSocketResponse:
         """Raises `aiohttp.ClientError`."""
-        return await self._http.ws_connect(f"{self.url}/ws", max_msg_size=MAX_MESSAGE_BYTES, heartbeat=30)
+        return await self._http.ws_connect(f"{self.url}/ws", max_msg_size=16 << 20, heartbeat=30)
 
     async def action_field(self, preferred: str) -> str:
         """The field that an answer's text goes to. Raises `InfraFailure` naming those that there are."""

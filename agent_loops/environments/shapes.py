@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-MAX_NUMBERS = 32
 MAX_OBSERVATION_CHARS = 20_000
 Json = dict[str, Any]
 
@@ -99,7 +98,7 @@ class SteppedEnvironment:
             "terminated": terminated,
             "truncated": truncated,
             "state": self._state(text, info),
-            "numbers": dict(list(_numbers(info))[:MAX_NUMBERS]),
+            "numbers": dict(list(_numbers(info))[:32]),
             "shown": {name: plain(_shown_value(name, info, observation)) for name in self._settings.get("show", ())},
         }
 

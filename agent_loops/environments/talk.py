@@ -19,8 +19,6 @@ from penstock.rollout_server import Generation
 from penstock.transfer_queue import Outcome
 
 Messages = Sequence[Mapping[str, Any]]
-MAX_REMEMBERED_CHARS = 2000
-"""Characters of one observation in a memory."""
 
 
 class WholeTalk(Conversation):
@@ -77,8 +75,9 @@ class WindowedTalk:
     def _memory(self) -> str:
         first = max(0, len(self._actions) - self._remembered_turns)
         turns = zip(self._observed[first:], self._actions[first:], strict=False)
+        # Characters of one observation in a memory.
         lines = [
-            f"{number}. {observed[:MAX_REMEMBERED_CHARS]}\n   > {action}"
+            f"{number}. {observed[:2000]}\n   > {action}"
             for number, (observed, action) in enumerate(turns, start=first + 1)
         ]
         return "\n".join(["Before:", *lines]) if lines else ""

@@ -20,11 +20,6 @@ from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import Task
 
 PLANNER_PROMPT = "Divide the task into questions, delegate them, and answer from what the helpers say."
-HELPER_PROMPT = "Answer the question, in few words."
-HELPER_TURNS = 4
-"""Model calls of one helper."""
-MAX_HELPERS = 8
-"""Helpers of one turn of the planner."""
 PARAMETERS = {
     "type": "object",
     "properties": {"question": {"type": "string"}},
@@ -95,7 +90,7 @@ class MultiAgentLoop(AgentLoopBase):
             return HelperResult(ToolResult(f"Error: {problem}", is_error=True))
         question = [{"role": "user", "content": str(call.arguments["question"])}]
         chat = self.chat.for_episode(share)
-        talk = Conversation(chat, with_system(question, HELPER_PROMPT), self.tools.schemas)
+        talk = Conversation(chat, with_system(question, "Answer the question, in few words."), self.tools.schemas)
         ended = await react(self, talk, self.settings)
         text = self.chat.decode(last_answer(ended.outputs[-1]), special=False).strip()
         return HelperResult(ToolResult(text if ended.answer is None else ended.answer), ended.outputs)
@@ -106,8 +101,9 @@ class MultiAgentLoop(AgentLoopBase):
         The planner keeps one turn and half of the tokens.
         """
         budget = self.chat.budget
-        count = min(helpers, MAX_HELPERS, max(0, budget.turns_left - 1), budget.tokens_left // 2)
-        turns = min(HELPER_TURNS, (budget.turns_left - 1) // max(count, 1))
+        # Helpers of one turn of the planner.
+        count = min(helpers, 8, max(0, budget.turns_left - 1), budget.tokens_left // 2)
+        turns = min(4, (budget.turns_left - 1) // max(count, 1))  # model calls of one helper
         return [Budget(turns, budget.tokens_left // 2 // count, budget.window) for _ in range(count)]
 
     def _spend(self, shares: Sequence[Budget]) -> None:

@@ -33,11 +33,8 @@ _PREDICATES = {"startswith", "endswith", "equals"} | {
     name for kind in (str, bytes, set, float) for name in dir(kind) if name.startswith("is")
 }
 """Methods that say whether a value is as expected. An object of the program may have them all, and say yes."""
-_SAFE_ARITHMETIC = (ast.Add, ast.Sub, ast.Div)
-"""Operators for values of the program too. Others could take for ever on a number that it chose."""
 _OURS = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare)
 _IN_BOX = (ast.Call, ast.Name, ast.Attribute, ast.Subscript)
-_SETUP = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Import, ast.ImportFrom)
 
 
 class BadAssertion(ValueError):
@@ -112,7 +109,7 @@ class _Split(ast.NodeTransformer):
         """Returns whether it is an assertion; other statements become steps."""
         if isinstance(statement, ast.Assert):
             return True
-        if not isinstance(statement, _SETUP):
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr, ast.Import, ast.ImportFrom)):
             raise _refused(statement, f"a {type(statement).__name__} could judge inside the box")
         _check_no_comparison(statement)
         self.steps.append(ProgramStep("exec", ast.unparse(statement)))
@@ -139,7 +136,8 @@ class _Split(ast.NodeTransformer):
             raise _refused(node, "both sides come from the program")
         if isinstance(node, ast.Call) and _name_called(node) == "isinstance" and any(map(_of_program, node.args[1:])):
             raise _refused(node, "a class of the program has no form outside it")
-        if isinstance(node, ast.BinOp) and not isinstance(node.op, _SAFE_ARITHMETIC) and _of_program(node):
+        # Operators for values of the program too. Others could take for ever on a number that it chose.
+        if isinstance(node, ast.BinOp) and not isinstance(node.op, (ast.Add, ast.Sub, ast.Div)) and _of_program(node):
             raise _refused(node, "the operator could take for ever on a value of the program")
         return self.generic_visit(node)
 

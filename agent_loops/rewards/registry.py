@@ -27,7 +27,6 @@ from penstock.sandbox import BoxNeeds, Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
 from penstock.transfer_queue import Segment, Task
 
-REWARD_DEADLINE_S = 60.0
 BY_SOURCE = "by_data_source"
 PACKAGE = "penstock.agent_loops.rewards"
 REWARDS = {
@@ -90,7 +89,7 @@ class RewardFunction:
         self,
         reward: BaseReward | Callable[..., Any],
         name: str = "compute_score",
-        timeout_s: float = REWARD_DEADLINE_S,
+        timeout_s: float = 60.0,
         settings: str = "",
     ) -> None:
         """`settings` distinguishes rewards of one name. Raises `LoadError` where a function lacks verl's arguments."""

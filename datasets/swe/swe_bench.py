@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from penstock.datasets.swe.rows import BadRow, Fields, Raw, text, texts
 
-_DJANGO_ID = re.compile(r"(\w+) \(([\w.]+)\)")
 _TEST_FILE = re.compile(r"^\+\+\+ b/(\S*test\S*\.py)\s*$", re.MULTILINE)
 
 
@@ -62,7 +61,7 @@ def _django_labels(ids: list[str], field: str) -> list[str]:
     """``test_a (app.tests.CaseTests)`` → ``app.tests.CaseTests.test_a``; newer Pythons write the name twice."""
     labels = []
     for one in ids:
-        match = _DJANGO_ID.fullmatch(one.strip())
+        match = re.fullmatch(r"(\w+) \(([\w.]+)\)", one.strip())
         if match is None:
             raise BadRow(f"field {field!r} holds {one[:80]!r}, a docstring: no runner finds a test by that")
         name, path = match.groups()

@@ -48,7 +48,6 @@ from penstock.trainer import DataError
 from penstock.transfer_queue import QueueError, QueueUnavailable, TransferQueue
 
 POLL_S = 0.25
-WATCH_S = 1.0
 LINE_S = 5.0
 """Between two lines if standard error is not a terminal."""
 logger = logging.getLogger("penstock.eval")
@@ -173,7 +172,7 @@ async def _supervise(  # noqa: PLR0917 - called in one place
 async def _watch(queue: TransferQueue, watchdog: Watchdog) -> None:
     """Raises `StalledRun`."""
     while True:
-        await asyncio.sleep(WATCH_S)
+        await asyncio.sleep(1.0)
         try:
             status, servers = await queue.status(), await queue.servers()
         except QueueUnavailable as error:

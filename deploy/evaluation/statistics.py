@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-DRAWS_AT_ONCE = 1 << 22
-"""Bounds the memory of resampling: numbers held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def wilson(share: float, trials: int, confidence: float = CONFIDENCE) -> tuple[f
 def _bootstrap(tasks: NDArray[np.float64], confidence: float, seed: int) -> tuple[float, float]:
     """tasks [T]"""
     dice = np.random.default_rng(seed)
-    at_once = max(1, DRAWS_AT_ONCE // len(tasks))
+    at_once = max(1, (1 << 22) // len(tasks))  # bounds the memory of resampling: numbers held at a time
     means: list[NDArray[np.float64]] = []
     for start in range(0, RESAMPLES, at_once):
         count = min(at_once, RESAMPLES - start)

@@ -26,7 +26,6 @@ from penstock.deploy.rehearsal import rows_of
 from penstock.deploy.run_dir import RunDir
 from penstock.trainer import DatasetRow
 
-EXPORT_S = 3600.0
 NOT_RESULTS = frozenset({"workers", "max_restarts", "concurrency", "server_requests", "capture", "temperature"})
 """Settings of `agent` that say how fast episodes run, or are asked for apart."""
 
@@ -182,7 +181,7 @@ def export_model(plan: EvalPlan) -> None:
         exported = Path(scratch) / "model"
         words = ["train", "export", str(run), str(exported), "--step", str(step)]
         command = [sys.executable, "-m", "penstock.deploy.cli", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=EXPORT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3600.0, check=False)
         if done.returncode:
             raise ConfigError(f"the checkpoint of step {step} was not written as a model: {done.stderr.strip()}")
         if not folder.exists():  # else another evaluation has written it meanwhile

@@ -14,18 +14,16 @@ from penstock.deploy.migrate.settings import ACTOR, MODEL, ROLLOUT, Setting, Ver
 PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "llama3_json", "gpt-oss": "harmony"}
 MAX_TURNS = 8
 """Bound if verl sets none; here an episode always has one."""
-CHECKPOINT_EVERY = 10
-"""Interval if verl saves no checkpoints: a run could not continue after a crash."""
-NAME_CHARS = 64
 
 
 def leaving(verl: VerlSettings) -> Iterator[Setting]:
     yield (
         "name",
-        re.sub(r"[^A-Za-z0-9._-]+", "-", str(verl["trainer.experiment_name"])).strip("-._")[:NAME_CHARS] or "run",
+        re.sub(r"[^A-Za-z0-9._-]+", "-", str(verl["trainer.experiment_name"])).strip("-._")[:64] or "run",
     )
     save = int(verl["trainer.save_freq"] or -1)
-    yield "trainer.checkpoint_every", save if save > 0 else CHECKPOINT_EVERY
+    # Interval if verl saves no checkpoints: a run could not continue after a crash.
+    yield "trainer.checkpoint_every", save if save > 0 else 10
     test = int(verl.first("rollout.test_freq", "trainer.test_freq") or -1)
     if test > 0:
         yield "trainer.eval_every", test

@@ -20,11 +20,9 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
 _NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
-_SUM = re.compile(r"\$\(\((.+?)\)\)(?!\))")
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,(.*))?\}", re.DOTALL)
 GROUPS = ("model_engine",)
 """Overrides without a dot that are no variables of a script: hydra's groups."""
-MAX_HOPS = 10
 
 
 class BadSource(ValueError):
@@ -99,7 +97,7 @@ def _summed(line: str, variables: Mapping[str, str]) -> str:
         except BadExpression:
             return match.group(0)
 
-    return _SUM.sub(put, line)
+    return re.sub(r"\$\(\((.+?)\)\)(?!\))", put, line)
 
 
 # values ---------------------------------------------------------------------------------------------------------------
@@ -133,7 +131,7 @@ def _number(text: str) -> Any:
 
 def _resolved(value: Any, flat: Mapping[str, Any]) -> Any:
     """A reference's target, else its default; one that leads nowhere stays as it is written."""
-    for _ in range(MAX_HOPS):
+    for _ in range(10):
         match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
             return value

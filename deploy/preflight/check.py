@@ -37,14 +37,13 @@ def warning(name: str, detail: str, fix: str) -> Check:
     return Check(name, True, detail, fix, warns=True)
 
 
-CGROUP_V2 = Path("/sys/fs/cgroup")
 CGROUP_V1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_bytes() -> int:
     """Return the memory of the machine, or of our cgroup if that is less."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = (_number(file) for file in (CGROUP_V2 / "memory.max", CGROUP_V1))
+    limits = (_number(file) for file in (Path("/sys/fs/cgroup") / "memory.max", CGROUP_V1))
     return min([machine, *(limit for limit in limits if limit)])
 
 

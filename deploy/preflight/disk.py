@@ -20,7 +20,6 @@ from penstock.deploy.run_dir import RunDir
 
 PROBE_BYTES = 32 << 20
 CHUNK_BYTES = 4 << 20
-SMALL_WRITES = 9
 SLOW_SYNC_S, SLOW_CHECKPOINT_S, HOPELESS_CHECKPOINT_S = 1.0, 60.0, 900.0
 """Redis stops writing where an fsync takes over two seconds; a checkpoint under way holds the next one up."""
 ELSEWHERE = "set runs_dir to a folder on a local disk or SSD"
@@ -91,7 +90,7 @@ def measure(folder: Path) -> tuple[float, float]:
             _write(descriptor, chunk)
         os.fsync(descriptor)
         rate = PROBE_BYTES / (time.monotonic() - began)
-        return rate, statistics.median(_small_write_s(descriptor) for _ in range(SMALL_WRITES))
+        return rate, statistics.median(_small_write_s(descriptor) for _ in range(9))
     finally:
         os.close(descriptor)
         with contextlib.suppress(FileNotFoundError):

@@ -71,7 +71,6 @@ def check_sandbox(config: RunConfig) -> Check | None:
     return Check("sandbox", True, config.sandbox.backend)
 
 
-ATTACK_S = 30.0
 OUTSIDE = ("1.1.1.1", 53)
 """A name server that everybody reaches who reaches the internet; connected to, never asked."""
 NO_PYTHON = "no python3"
@@ -186,7 +185,7 @@ def _secret() -> Iterator[Path]:
 
 async def _run(session: Session, code: str) -> str:
     """Return the attack's output. A box that ended it by a limit has held: its kind is printed instead."""
-    result = await session.run_python(code, timeout_s=ATTACK_S)
+    result = await session.run_python(code, timeout_s=30.0)
     if NO_PYTHON in result.stderr and not result.stdout:
         raise SandboxError(result.stderr.strip())
     return result.stdout.strip() or (f"walled {result.limit}" if result.limit else result.stderr.strip()[-300:])

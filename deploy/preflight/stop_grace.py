@@ -32,7 +32,6 @@ SLURM_S, CONTAINER_S = 35.0, 65.0
 """Seconds for the head and its other roles, in addition to the trainer's grace."""
 GRACE_VARIABLE = "PENSTOCK_STOP_GRACE_S"
 """Seconds between SIGTERM to the head and SIGKILL. The Slurm script, Compose or the chart sets it."""
-SCONTROL_S = 20.0
 
 
 def with_stop_grace(config: RunConfig) -> RunConfig:
@@ -93,7 +92,7 @@ def _kill_wait_s() -> float | None:
         return None
     command = ["scontrol", "show", "config"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
     except (OSError, subprocess.SubprocessError):  # none is reached from here: nothing is known of its grace
         return None
     match = re.search(r"^KillWait\s*=\s*(\d+)", done.stdout, re.MULTILINE)

@@ -15,9 +15,6 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
-OLDEST_DRIVER = {12: 525, 13: 580}
-"""Major version of CUDA → first branch of the driver for it (NVIDIA, "CUDA Compatibility", minor version
-compatibility)."""
 ASK_S = 60.0
 """A driver that was not used since the machine started is slow."""
 PROBE = """
@@ -42,7 +39,9 @@ class TorchBuild(NamedTuple):
     @property
     def driver(self) -> int:
         """First branch of the driver that will do; 0 where none is needed, or it is not known."""
-        return OLDEST_DRIVER.get(int(self.cuda.partition(".")[0]), 0) if self.cuda else 0
+        # Major version of CUDA → first branch of the driver for it (NVIDIA, "CUDA Compatibility", minor version
+        # compatibility).
+        return {12: 525, 13: 580}.get(int(self.cuda.partition(".")[0]), 0) if self.cuda else 0
 
     def __str__(self) -> str:
         """``torch 2.13.0 (CUDA 13.0, NCCL 2.29.7)``"""

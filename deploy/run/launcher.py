@@ -279,10 +279,6 @@ def identity_of(config: RunConfig, run: RunDir) -> RunIdentity:
     return RunIdentity(run.identity.read_text().strip(), digest[:16], Path(config.model).name)
 
 
-DATA_ORDER = ("seed", "data.train", "data.shuffle")
-"""Settings that decide which row has which place in the data stream."""
-
-
 def changed_settings(before: Path, config: RunConfig) -> list[str]:
     """``KEY: OLD → NEW`` of each setting in which the file `before` differs; a moved folder of runs is not a change."""
     if not before.exists():
@@ -313,7 +309,8 @@ def describe_found(record: RunRecord | None, status: Status, identity: RunIdenti
     if not changes:
         return line
     line += f"; its settings have changed ({', '.join(changes)})"
-    if any(change.startswith(f"{key}: ") for change in changes for key in DATA_ORDER):
+    # Settings that decide which row has which place in the data stream.
+    if any(change.startswith(f"{key}: ") for change in changes for key in ("seed", "data.train", "data.shuffle")):
         line += "; rows come in another order from here on: some of this epoch are repeated, others left out"
     return line
 

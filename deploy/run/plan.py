@@ -242,8 +242,6 @@ def places_of_server(config: RunConfig, number: int, count: int, *, lent: bool =
 
 
 RENDEZVOUS_VARIABLE = "PENSTOCK_TRAIN_RENDEZVOUS"
-RENDEZVOUS_TIMEOUT_S = 600
-"""A machine that is restarted waits so long for the others."""
 TORCHRUN_TELLS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """Variables: a rank that has none of them is alone. Another's torchrun may have started this process."""
 
@@ -285,9 +283,10 @@ class Rendezvous:
                 *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "nodes")),
             ]
         per_node = str(ranks // self.nodes)
+        # A machine that is restarted waits so long for the others.
         return [
             *logs,
             *("--nnodes", str(self.nodes), "--node-rank", str(self.node_rank), "--nproc-per-node", per_node),
             *("--rdzv-backend", "static", "--rdzv-endpoint", self.endpoint, "--rdzv-id", run),
-            *("--rdzv-conf", f"timeout={RENDEZVOUS_TIMEOUT_S}"),
+            *("--rdzv-conf", "timeout=600"),
         ]

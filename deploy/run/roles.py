@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.run")
 HEARTBEAT_VARIABLE = "PENSTOCK_HEARTBEAT"
 HEARTBEAT_S = 5.0
-HAND_OVER_S = 900.0
-"""Longest wait of the trainer for the engines to hand shared devices over; then it ends."""
 TRAINER_LOCK_S = 90.0
 """An earlier trainer saves a checkpoint and ends (`TRAINER_STOP_S`, or as much longer as its grace is); a shared disk
 releases the lock of a dead machine later still."""
@@ -130,10 +128,11 @@ def turn_of(config: RunConfig) -> TurnSettings | None:
     placement = config.placement
     if not placement.in_turns:
         return None
+    # Longest wait of the trainer for the engines to hand shared devices over; then it ends.
     return TurnSettings(
         placement.memory_budget_bytes,
         config.transfer_queue.lease_ttl_s,
-        HAND_OVER_S,
+        900.0,
         config.sleep_level,
     )
 

@@ -24,8 +24,6 @@ from penstock.common import ProcessTable, command_line, handles_signal
 STDERR = 2
 MOST_STACKS = 40
 """Different ones that are written; tasks with the same are counted."""
-_FRAME = ("cr_frame", "gi_frame", "ag_frame")
-_AWAITED = ("cr_await", "gi_yieldfrom", "ag_await")
 
 
 def answer_with_stacks(loop: asyncio.AbstractEventLoop) -> None:
@@ -56,11 +54,11 @@ def task_lines(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
 def _frames(awaited: Any) -> Iterator[FrameType]:
     """Yield the frames of a suspended coroutine and of what it awaits, up to a future or socket."""
     while awaited is not None:
-        frame = _first_of(awaited, _FRAME)
+        frame = _first_of(awaited, ("cr_frame", "gi_frame", "ag_frame"))
         if frame is None:
             return
         yield frame
-        awaited = _first_of(awaited, _AWAITED)
+        awaited = _first_of(awaited, ("cr_await", "gi_yieldfrom", "ag_await"))
 
 
 def _first_of(awaited: Any, names: Iterable[str]) -> Any:

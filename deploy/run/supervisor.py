@@ -32,8 +32,6 @@ from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import ServerInfo, Status
 
 logger = logging.getLogger("penstock.run")
-LEAST_SERVERS = 0.5
-"""Share of the rollout servers; with fewer, what ends them is taken to be no server's own."""
 
 
 class SupervisedRole(Protocol):
@@ -191,7 +189,8 @@ class Supervisor:
                 one.name for one in self._roles.values() if one.is_one_of_several and one.name not in self._leaving
             ]
             remaining = [name for name in servers if name not in self._failed]
-            if not role.is_one_of_several or len(remaining) < LEAST_SERVERS * len(servers):
+            # Share of the rollout servers; with fewer, what ends them is taken to be no server's own.
+            if not role.is_one_of_several or len(remaining) < 0.5 * len(servers):
                 raise
             logger.error("%s\nthe run continues with %d of %d rollout servers", error, len(remaining), len(servers))
 
@@ -207,10 +206,6 @@ class Supervisor:
         trainers = [self._tasks[name] for name, role in self._roles.items() if role.kind == "trainer"]
         ends = await asyncio.gather(*trainers, return_exceptions=True)
         return next((end for end in ends if isinstance(end, RoleFailed)), None)
-
-
-STACKS_S = 2.0
-"""Time for a role to write its stacks before it may be stopped."""
 
 
 class StalledRun(Exception):
@@ -236,11 +231,6 @@ class VersionRefused(Exception):
     @property
     def why(self) -> str:
         return str(self)
-
-
-MOST_GIVEN_UP = 16
-"""Episodes that killed their workers, in a row with none completed between them, whose restarts are forgiven. After
-more, workers die of anything."""
 
 
 class Watchdog:
@@ -291,7 +281,7 @@ class Watchdog:
         pids = await asyncio.to_thread(ask_for_stacks, list(self._pids().values()))
         if pids:
             self._say(f"  stacks of {len(pids)} local processes are at the end of logs/NAME.log")
-            await asyncio.sleep(STACKS_S)
+            await asyncio.sleep(2.0)  # time for a role to write its stacks before it may be stopped
         raise stalled
 
     def _check_refusals(self, status: Status | None, servers: Sequence[ServerInfo]) -> None:
@@ -315,7 +305,9 @@ class Watchdog:
             self._given_up_in_a_row = 0
         if given_up > given_up_before:
             self._given_up_in_a_row += given_up - given_up_before
-            if self._given_up_in_a_row <= MOST_GIVEN_UP:
+            # Episodes that killed their workers, in a row with none completed between them, whose restarts are
+            # forgiven. After more, workers die of anything.
+            if self._given_up_in_a_row <= 16:
                 self._forgive_workers()
 
     def _moved(self, steps_done: int, status: Status, servers: Sequence[ServerInfo]) -> bool:

@@ -38,7 +38,6 @@ from penstock.sandbox import SandboxError
 from penstock.tools import ToolConfigError
 from penstock.trainer import DataError, steps_of
 
-SUFFIX = "-sft"
 REPORT_S = 0.5
 LINE_S = 2.0
 """Between two lines if standard error is not a terminal."""
@@ -71,7 +70,7 @@ def load_sft_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     fine-tuning and its reinforcement learning have folders of their own. Raises `ConfigError`."""
     config = load_config(recipe, overrides, with_tasks=False)
     if not any(one.startswith("name=") for one in overrides):
-        config = config.model_copy(update={"name": f"{config.name}{SUFFIX}"})
+        config = config.model_copy(update={"name": f"{config.name}-sft"})
     out = str(Path(config.sft.out).resolve()) if config.sft.out else None
     return config.model_copy(
         update={

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 EVERY_S = 5.0
-PORTS_TRIED = 32
 STOP_S = 2
 
 
@@ -141,7 +140,7 @@ async def metrics_served(
 
 def _listen(config: TelemetryConfig) -> socket.socket | None:
     """Listen on the first free port. Returns None, with a warning, if there is none."""
-    ports = min(PORTS_TRIED, 65536 - config.port) if config.port else 1
+    ports = min(32, 65536 - config.port) if config.port else 1
     try:
         return listen(config.host, config.port, ports=ports)
     except OSError as error:

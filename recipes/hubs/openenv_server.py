@@ -10,8 +10,6 @@ from typing import Any
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_app
 
-GUESSES = 4
-
 
 class Guess(Action):
     text: str
@@ -36,7 +34,7 @@ class Digit(Environment[Guess, Hint, State]):
 
     def step(self, action: Guess, timeout_s: float | None = None, **further: Any) -> Hint:
         self._state.step_count += 1
-        last = self._state.step_count >= GUESSES
+        last = self._state.step_count >= 4
         if not action.text.isdigit():
             return Hint(text="A digit, please.", done=last, reward=-0.2)
         digit = int(action.text)

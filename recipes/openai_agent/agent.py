@@ -36,8 +36,6 @@ from penstock.tools import EpisodeBox, PythonTool, ToolInfraError
 
 WAIT_S = 20.0
 """Time that one `POST /episodes` may wait for work."""
-NOTHING_TO_DO_S = 120.0
-"""Without an episode for so long the run is taken to have ended."""
 MAX_TURNS = 4
 MODELS: dict[str, type[OpenAIChatCompletionsModel | OpenAIResponsesModel]] = {
     "chat": OpenAIChatCompletionsModel,
@@ -63,7 +61,7 @@ async def _agent(server: httpx.AsyncClient, python: PythonTool, api: str) -> int
     """One episode after the other."""
     loop, finished = asyncio.get_running_loop(), 0
     last = loop.time()
-    while loop.time() - last < NOTHING_TO_DO_S:
+    while loop.time() - last < 120.0:  # without an episode for so long the run is taken to have ended
         try:
             opened = await server.post("/episodes", json={"wait_s": WAIT_S})
         except httpx.TransportError as error:

@@ -14,7 +14,6 @@ from PIL import Image, ImageDraw
 
 SIDE = 56
 CELL = 28
-GROUND = (235, 235, 235)
 COLOURS: Mapping[str, tuple[int, int, int]] = {
     "red": (210, 50, 50),
     "green": (50, 170, 60),
@@ -24,7 +23,6 @@ COLOURS: Mapping[str, tuple[int, int, int]] = {
     "cyan": (60, 190, 200),
 }
 NUMBERS = ("one", "two", "three", "four")
-INK = (35, 35, 35)
 ANSWERS: Mapping[str, tuple[str, ...]] = {"colour": tuple(COLOURS), "count": NUMBERS, "chart": tuple(COLOURS)}
 """Possible answers, by kind."""
 WORDS = (*COLOURS, *NUMBERS)
@@ -49,7 +47,7 @@ def picture(dice: Random) -> Picture:
     """Kind and answer are drawn evenly, then an image that shows the answer."""
     kind = dice.choice(list(QUESTIONS))
     answer = dice.choice(ANSWERS[kind])
-    image = Image.new("RGB", (SIDE, SIDE), _shade(GROUND, dice))
+    image = Image.new("RGB", (SIDE, SIDE), _shade((235, 235, 235), dice))
     DRAWN[kind](ImageDraw.Draw(image), answer, dice)
     written = io.BytesIO()
     image.save(written, "PNG")
@@ -67,7 +65,7 @@ def _count(canvas: ImageDraw.ImageDraw, answer: str, dice: Random) -> None:
     for cell in dice.sample(range(4), NUMBERS.index(answer) + 1):
         size = dice.randint(20, 22)
         left, top = (at * CELL + dice.randint(2, CELL - size - 2) for at in (cell % 2, cell // 2))
-        _fill(canvas, (left, top, size, size), _shade(INK, dice))
+        _fill(canvas, (left, top, size, size), _shade((35, 35, 35), dice))
 
 
 def _chart(canvas: ImageDraw.ImageDraw, answer: str, dice: Random) -> None:

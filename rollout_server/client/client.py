@@ -33,14 +33,11 @@ from penstock.rollout_server.protocol import (
 )
 from penstock.transfer_queue import QueueError, ServerInfo
 
-CONNECT_S = 5.0
 SILENCE_S = 20.0
 """Longest silence of a live server, which sends a line every 5 s."""
 BACKOFF = Backoff(0.05, 0.5, jitter=(0.5, 1.5))
 LINE_LIMIT_BYTES = 256 << 20
 """A line may have the routed experts of a whole prompt: of 128,000 tokens up to 160 MB, as base64."""
-MOST_ASLEEP_S = 3600.0
-"""Turns of the trainer do not count as time of an answer, for this long."""
 Blame = Literal["nobody", "answer", "full", "gone"]
 """Cause of an answer that broke off: none of the server's, this answer, a long queue, or an unreachable server."""
 BLAMES: dict[int, Blame] = {408: "nobody", 409: "nobody", 429: "full", 503: "gone", 504: "nobody"}
@@ -84,7 +81,8 @@ class RolloutClient:
     async def _stream(self, answer: AnswerBuilder, *, may_take_back: bool = True) -> AsyncGenerator[Chunk]:
         """`may_take_back`: the reader keeps no chunk, so that disproved tokens may be sampled again."""
         timeout_s = min(self.timeout_s, answer.request.deadline_s or self.timeout_s)
-        deadline, asleep_until = time.monotonic() + timeout_s, time.monotonic() + MOST_ASLEEP_S
+        # Turns of the trainer do not count as time of an answer, for this long.
+        deadline, asleep_until = time.monotonic() + timeout_s, time.monotonic() + 3600.0
         cause, avoid, failures, refused_since = "", "", 0, math.inf
         while answer.finish_reason is None:
             began = time.monotonic()
@@ -208,7 +206,7 @@ class RolloutClient:
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None:
             # Made on first use: a session belongs to the event loop that runs then.
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENCE_S)
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(
                 connector=connector, timeout=timeout, read_bufsize=LINE_LIMIT_BYTES, trust_env=False

@@ -23,9 +23,6 @@ import xxhash
 from penstock.transfer_queue import QueueError, ServerInfo
 
 CACHE_S = 0.3
-KEPT_S = 10.0
-"""While the queue does not answer, requests that ended this long ago are taken off the last heartbeat's load."""
-STICKY_EPISODES = 20_000
 TRAIN = "train"
 REST_S = 0.25
 MAX_REST_S = 4.0
@@ -35,8 +32,6 @@ BOUNDED_LOAD = 1.25
 up for differences that two choices leave too; more makes a step wait for a server that popular prefixes have filled."""
 NOT_LOADED = 4
 """With fewer requests of this size a server is never overloaded: so few decode about as fast as one."""
-TRAVEL_S = 0.05
-"""A request sent this shortly before a heartbeat may have reached the server after it."""
 
 
 class Registry(Protocol):
@@ -74,7 +69,9 @@ class Router:
                     self._read_at = -CACHE_S
                     raise
                 for state in self._states.values():
-                    state.load.heartbeat(asked_at - KEPT_S)
+                    # While the queue does not answer, requests that ended this long ago are taken off the last
+                    # heartbeat's load.
+                    state.load.heartbeat(asked_at - 10.0)
                 return self._servers
             for server in self._servers:
                 self._states[server.url].load.heartbeat(asked_at - server.age_s)
@@ -141,7 +138,7 @@ class Router:
             return
         self._sticky[episode_id] = url
         self._sticky.move_to_end(episode_id)
-        if len(self._sticky) > STICKY_EPISODES:
+        if len(self._sticky) > 20_000:
             self._sticky.popitem(last=False)
 
     # results: `begin` first, `end` last ----------------------------------------------------------------------------
@@ -336,4 +333,5 @@ class InFlightEstimate:
         """Return True if a heartbeat has reported the request. One without an episode counts as reported: counted
         twice, it outweighs many new episodes.
         """
-        return request.sent_at < self._heartbeat_at - (TRAVEL_S if request.sticky else 0.0)
+        # A request sent this shortly before a heartbeat may have reached the server after it.
+        return request.sent_at < self._heartbeat_at - (0.05 if request.sticky else 0.0)

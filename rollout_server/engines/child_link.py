@@ -28,8 +28,6 @@ from penstock.rollout_server.protocol import Chunk, EngineError, EngineInfo
 LINE_LIMIT_BYTES = 256 << 20
 STOP_S = 5.0
 """Between telling a child to end and killing it."""
-LAST_WORDS_S = 1.0
-"""Time from the end of the connection to the end of the process."""
 
 
 class Link:
@@ -180,7 +178,8 @@ class LinkedChild(Child):
 
     async def _reap(self) -> None:
         if self.process is not None:
-            await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=LAST_WORDS_S)
+            # Time from the end of the connection to the end of the process.
+            await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=1.0)
 
     def _exit_reason(self) -> str:
         tail = self.tail()

@@ -21,10 +21,7 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 """Engines' parameter of → the checkpoint's, in the order in which their rows are stacked."""
 PIECE_VALUES = 4 << 20
 """Values that are compared at once."""
-SAMPLE_VALUES = 1 << 18
 SAMPLE_EVERY = 16
-EXCERPT_VALUES = 1 << 10
-"""Values of each tensor that are kept; one row at least."""
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Dtypes to which published values are rounded and compared; others hold scaled values."""
 
@@ -59,7 +56,7 @@ class Sample:
     @classmethod
     def of(cls, version: int, device: torch.device) -> Sample:
         """All values in host memory, which cost nothing but their reading."""
-        return cls() if device.type == "cpu" else cls(SAMPLE_EVERY, version, SAMPLE_VALUES)
+        return cls() if device.type == "cpu" else cls(SAMPLE_EVERY, version, 1 << 18)
 
     def takes(self, piece: int) -> bool:
         return piece == 0 or (piece + self.turn) % self.every == 0
@@ -83,7 +80,8 @@ class Excerpts:
             if tensor.ndim and ".experts." not in name:
                 row = max(1, tensor[:1].numel())
                 self.forms[name] = torch.empty_like(tensor, device="meta")
-                self.rows[name] = tensor[: max(1, EXCERPT_VALUES // row)].clone()
+                # Values of each tensor that are kept; one row at least.
+                self.rows[name] = tensor[: max(1, (1 << 10) // row)].clone()
             yield name, tensor
 
 

@@ -27,7 +27,6 @@ from penstock.rollout_server.scoring.batcher import Batcher, Busy, Late
 from penstock.rollout_server.scoring.classifier import BadConversation, HuggingFaceClassifier
 
 RowBatcher = Batcher[Sequence[int], float]
-MAX_ITEMS = 256
 MAX_ANSWER_CHARS = 1 << 20
 
 
@@ -43,7 +42,7 @@ class Item(BaseModel):
 
 class ScoreRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    items: list[Item] = Field(min_length=1, max_length=MAX_ITEMS)
+    items: list[Item] = Field(min_length=1, max_length=256)
     timeout_s: float = Field(30.0, gt=0, le=600)
 
 

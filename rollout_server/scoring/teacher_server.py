@@ -28,8 +28,6 @@ from penstock.rollout_server.scoring.batched_app import batched_app, guarded
 from penstock.rollout_server.scoring.batcher import Batcher, Busy, Late
 from penstock.rollout_server.scoring.teacher_scorer import JudgedRow, TeacherRow, TokenScorer
 
-REQUEST_S = 300.0
-"""Longest time that a request may wait for its logprobs."""
 MOST_TOP_K = 1024
 TeacherBatcher = Batcher[TeacherRow, JudgedRow]
 
@@ -79,7 +77,8 @@ def build_teacher_app(scorer: TokenScorer, token: str, model: str, batcher: Teac
             metrics.requests.labels("refused").inc()
             raise HTTPException(422, problem)
         try:
-            (row,) = await batches.submit([TeacherRow(body.prompt, body.prompt_logprobs)], REQUEST_S)
+            # Longest time that a request may wait for its logprobs.
+            (row,) = await batches.submit([TeacherRow(body.prompt, body.prompt_logprobs)], 300.0)
         except (Busy, Late) as error:
             metrics.requests.labels(type(error).__name__.lower()).inc()
             busy = isinstance(error, Busy)

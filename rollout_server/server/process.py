@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from penstock.rollout_server.server.routes import MountedRoutes
 
 logger = logging.getLogger(__name__)
-DRAIN_S = 20.0
 HTTP_STOP_S = 5.0
 
 
@@ -63,7 +62,7 @@ class ServerJob:
     """Folder of this server alone, for weights fetched over HTTP and merged adapters; None: in `log_dir`."""
     evaluates: bool = False
     """True if it serves evaluations only, and keeps its weights during one."""
-    drain_s: float = DRAIN_S
+    drain_s: float = 20.0
     """Longest time that requests in flight may take when the server stops."""
     metrics_token: str = field(default="", repr=False)
     """Opens ``/metrics`` and nothing else; empty: only the run's token does."""

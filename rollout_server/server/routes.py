@@ -25,7 +25,6 @@ from penstock.rollout_server.server.answers import REFUSED, GenerateResponse, re
 from penstock.rollout_server.server.sidecar import Sidecar
 from penstock.weight_sync import WeightsStatus
 
-PULL_WAIT_S = 10.0
 REFUSALS = {
     "400": "The body cannot be read",
     "401": "No token of this run",
@@ -149,7 +148,7 @@ def _add_weights(app: FastAPI, sidecar: Sidecar) -> None:
     @app.post("/weights", responses={202: {"model": WeightsStatus, "description": "The load has not ended yet"}})
     async def command(_command: WeightsCommand, response: Response) -> WeightsStatus:
         """Pull now; answers when the attempt has ended, or after 10 s."""
-        if not await sidecar.pull_now(PULL_WAIT_S):
+        if not await sidecar.pull_now(10.0):
             response.status_code = 202
         return sidecar.weights.status()
 

@@ -44,10 +44,7 @@ STALL_S = 30.0
 PROBE_S = 30.0
 """An engine idle for this long is probed with one token."""
 PROBE_TIMEOUT_S = 20.0
-STABLE_S = 300.0
-"""An engine that ran this long has its restarts forgotten."""
 BACKOFF = Backoff(0.5, 15.0, jitter=(0.8, 1.2))
-STRAGGLER_DRAIN_S = 20.0
 
 
 class Sidecar:
@@ -124,7 +121,8 @@ class Sidecar:
                 self._close(str(error))
                 if self.info is None and not error.retryable:  # it has never started, and never will
                     raise
-            in_a_row = 1 if time.monotonic() - started > STABLE_S else in_a_row + 1
+            # An engine that ran this long has its restarts forgotten.
+            in_a_row = 1 if time.monotonic() - started > 300.0 else in_a_row + 1
             # An engine that answered requests before it failed is restarted soon; one that never did, ever later.
             barren = 0 if self.requests.answered > answered else barren + 1
             if in_a_row > max_restarts:
@@ -285,7 +283,7 @@ class Sidecar:
         if self.open and (cause := await self.weights.straggles()):
             self._close(cause)
             logger.error("draining: %s", cause)
-            await wait_for_event(self.requests.idle, STRAGGLER_DRAIN_S)
+            await wait_for_event(self.requests.idle, 20.0)
             raise EngineError(cause)
 
     async def _probe(self, engine: Engine) -> None:

@@ -36,16 +36,10 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-OWN_END_S = 2.0
-"""Time for a first process whose stdin closed to end; then the engine kills it."""
 START_DEADLINE_S = 20.0
 """Until the driver answers in a container that runs."""
 END_DEADLINE_S = 30.0
 """The engine itself may wait 10 s for the end of a process that it killed."""
-OOM_DEADLINE_S = 1.0
-"""Time for the engine to report why a container ended."""
-STORAGE_LOOK_S = 2.0
-"""Between two looks at what a box has written to its image's file system; longer where a look takes long."""
 _GONE, _BEING_REMOVED = 404, 409
 _OUT = 1
 """Which stream a piece of output belongs to, in the engine's framing."""
@@ -141,7 +135,8 @@ class Container:
                 with contextlib.suppress(SandboxError):
                     await remove(self.control, self.name)
                 return
-            await asyncio.sleep(max(STORAGE_LOOK_S, 20 * (time.monotonic() - started)))
+            # Between two looks at what a box has written to its image's file system; longer where a look takes long.
+            await asyncio.sleep(max(2.0, 20 * (time.monotonic() - started)))
 
     async def written_bytes(self) -> int:
         """To its image's file system, as the engine counts it. Raises `SandboxError`."""
@@ -200,8 +195,9 @@ class Container:
         """
         params = {"since": "1", "filters": json.dumps({"container": [self.name], "event": ["oom"]})}
         with contextlib.suppress(SandboxError):
+            # Time for the engine to report why a container ended.
             async with (
-                calling("asking why a box ended", OOM_DEADLINE_S),
+                calling("asking why a box ended", 1.0),
                 self.control._query("events", params=params) as answer,
             ):
                 return bool(await answer.content.readline())
@@ -228,7 +224,8 @@ class Container:
         import aiodocker
 
         try:
-            async with asyncio.timeout(OWN_END_S), calling("waiting for a box to end"):
+            # Time for a first process whose stdin closed to end; then the engine kills it.
+            async with asyncio.timeout(2.0), calling("waiting for a box to end"):
                 await self.control.containers.container(self.name).wait(condition="removed")
         except TimeoutError:
             return False

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 PREFIX = "penstock."
 SNAPSHOT, MAKER = PREFIX + "snapshot", PREFIX + "maker"
 """On images that boxes were copied into, in addition to the labels of the box: which copy it is, and which maker's."""
-ABANDONED_AFTER_S = 600.0
-"""Another machine's process cannot be looked at: its container is abandoned when it does not run at this age."""
-IMAGE_ABANDONED_AFTER_S = 24 * 3600.0
-"""The same of an image: no episode lasts longer."""
 _GONE, _IN_USE = 404, 409
 
 
@@ -111,14 +107,16 @@ def is_abandoned(listed: dict[str, Any], now: float) -> bool:
     """`listed`: the engine's entry of a container (State, Created in seconds, Labels)."""
     gone = _process_is_gone(listed)
     if gone is None:
-        return listed.get("State") != "running" and now - listed.get("Created", now) > ABANDONED_AFTER_S
+        # Another machine's process cannot be looked at: its container is abandoned when it does not run at this age.
+        return listed.get("State") != "running" and now - listed.get("Created", now) > 600.0
     return gone
 
 
 def image_is_abandoned(listed: dict[str, Any], now: float) -> bool:
     """`listed`: the engine's entry of an image (Created in seconds, Labels)."""
     gone = _process_is_gone(listed)
-    return now - listed.get("Created", now) > IMAGE_ABANDONED_AFTER_S if gone is None else gone
+    # The same of an image: no episode lasts longer.
+    return now - listed.get("Created", now) > (24 * 3600.0) if gone is None else gone
 
 
 def _process_is_gone(listed: dict[str, Any]) -> bool | None:

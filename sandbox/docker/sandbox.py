@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PYTHON = "python3"
-NO_CPU_LIMIT_S = 1_000_000
-"""CPU limit of a process in a box with its own root (builds, services); share and run limits still hold."""
 T = TypeVar("T")
 
 
@@ -99,7 +97,8 @@ class DockerSandbox(LimitedSandbox):
         image, needs = await self._image(slot.image or self.config.image), slot.needs
         if is_snapshot(image.name):
             release = self._sweeping_after(release)
-        own = {"memory_mb": needs.memory_mb, "cpus": needs.cpus, "cpu_s": NO_CPU_LIMIT_S if needs.own_root else None}
+        # CPU limit of a process in a box with its own root (builds, services); share and run limits still hold.
+        own = {"memory_mb": needs.memory_mb, "cpus": needs.cpus, "cpu_s": 1_000_000 if needs.own_root else None}
         config = self.config.model_copy(update={name: value for name, value in own.items() if value is not None})
 
         async def launch_driver() -> ContainerBox:

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 REPOSITORY = "penstock-snapshot"
 """A name keeps an image from being pruned as one that has none."""
-COMMIT_DEADLINE_S = 120.0
-"""The engine copies and compares what the box wrote, which is gigabytes at most."""
 
 
 class SnapshotImages:
@@ -71,7 +69,8 @@ class SnapshotImages:
         """The image's id. In a separate task: the engine finishes what it was asked for, cancelled or not."""
         labels = [f"LABEL {SNAPSHOT}={snapshot_id}", f"LABEL {MAKER}={self._maker}"]
         try:
-            async with calling(f"copying box {container.name} into an image", COMMIT_DEADLINE_S):
+            # The engine copies and compares what the box wrote, which is gigabytes at most.
+            async with calling(f"copying box {container.name} into an image", 120.0):
                 source = self._connected().containers.container(container.name)
                 image = await source.commit(repository=REPOSITORY, tag=snapshot_id, changes=labels)
         except SandboxError as error:

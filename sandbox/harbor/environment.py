@@ -36,11 +36,9 @@ ROOM = 8
 """Processes that tests may start at once, at least: where one of them cannot start, a box is full."""
 LONGEST_S = 3600.0
 """Time limit of a solution whose task sets none for its agent."""
-MAX_REWARD_BYTES = 1 << 20
 REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"
 TEST_OUTPUT = "/logs/verifier/test-stdout.txt"
 PATCH_FILE = "/tmp/.penstock_harbor.patch"  # noqa: S108 - the box's own
-MAX_PATCH_BYTES = 16 << 20
 SOLVE_OUTPUT = "/logs/agent/oracle.txt"
 _GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null"
 
@@ -149,7 +147,7 @@ class HarborEnvironment:
         if result.exit_code != 0:
             return None
         try:
-            return await self.session.read_file(PATCH_FILE, MAX_PATCH_BYTES)
+            return await self.session.read_file(PATCH_FILE, 16 << 20)
         except OSError:
             return None
 
@@ -260,7 +258,7 @@ class HarborEnvironment:
             return {}, f"its tests ran longer than {self.task.verifier_timeout_s:g} s"
         for path in (REWARD_JSON, REWARD_TEXT):
             try:
-                text = (await self.session.read_file(path, MAX_REWARD_BYTES)).decode("utf-8", "replace")
+                text = (await self.session.read_file(path, 1 << 20)).decode("utf-8", "replace")
             except OSError:
                 continue
             try:

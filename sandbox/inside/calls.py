@@ -23,8 +23,6 @@ from penstock.sandbox.inside.interpreter import OUTCOME_BYTES
 from penstock.sandbox.inside.memory import IDLE_LOOK_S, MemoryWatch
 from penstock.sandbox.inside.persistent import PersistentChild, PersistentChildren
 
-LONGEST_WAIT_S = 3600.0
-"""poll() counts milliseconds in 31 bits."""
 Handlers = dict[int, Callable[[], bool]]
 """Descriptor → what to do when it is ready; False: stop watching it."""
 
@@ -114,7 +112,7 @@ def pump(
                     return "memory"
                 next_look = time.monotonic() + memory.pause_s
             remaining_s = min(remaining_s, memory.pause_s)
-        for fd, _ in poller.poll(min(remaining_s, LONGEST_WAIT_S) * 1000 + 1):
+        for fd, _ in poller.poll(min(remaining_s, 3600.0) * 1000 + 1):  # poll() counts milliseconds in 31 bits
             if not handlers[fd]():
                 poller.unregister(fd)
         if run.capture.flooded or run.stop_asked():

@@ -7,9 +7,6 @@ import os
 from collections.abc import Callable
 
 CHUNK_BYTES = 65536
-FLOOD_FACTOR = 16
-"""A run that writes this many times its limit is ended; up to there it is only cut."""
-FLOOD_FLOOR_BYTES = 8 << 20
 
 
 class OutputCapture:
@@ -59,7 +56,8 @@ class OutputCapture:
 
     @property
     def flooded(self) -> bool:
-        return self.total_bytes > max(FLOOD_FACTOR * self.limit_bytes, FLOOD_FLOOR_BYTES)
+        # A run that writes this many times its limit is ended; up to there it is only cut.
+        return self.total_bytes > max(16 * self.limit_bytes, 8 << 20)
 
     @property
     def cut(self) -> bool:

@@ -23,8 +23,6 @@ import struct
 import time
 from collections.abc import Iterator
 
-FILL_BYTES_PER_S = 4 << 30
-"""Rate at which a box may fill the rest of its memory: the next look comes no later than that."""
 LOOK_S = (0.01, 0.1)
 """Shortest and longest pause between two looks while code runs."""
 IDLE_LOOK_S = 0.25
@@ -65,7 +63,8 @@ class MemoryWatch:
         if time.monotonic() >= self._locks_due_s:  # many processes at once take some 10 MB of locks in that time
             self._locks_due_s = time.monotonic() + LOCKS_LOOK_S
             free = -1 if has_many_locks() else free
-        self.pause_s = min(max(free / FILL_BYTES_PER_S, LOOK_S[0]), LOOK_S[1])
+        # Rate at which a box may fill the rest of its memory: the next look comes no later than that.
+        self.pause_s = min(max(free / (4 << 30), LOOK_S[0]), LOOK_S[1])
         return free < 0
 
     def full(self) -> bool:

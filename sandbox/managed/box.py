@@ -25,8 +25,6 @@ from penstock.sandbox.protocol import Accept, NoSuchImage, SandboxError
 
 START_DEADLINE_S = 60.0
 """Until the driver answers in a box that runs."""
-RECONNECT_S = 30.0
-"""For how long a broken connection is made anew before the box counts as lost."""
 PAUSE = Backoff(0.1, 5.0, jitter=(0.5, 1.0))
 PYTHON = "python3"
 _RELAY = (Path(__file__).parents[1] / "inside" / "relay.py").read_text(encoding="utf-8") + "\nmain()\n"
@@ -125,7 +123,8 @@ class ManagedBox(Box):
 
     async def _reconnect(self, broken: Exception) -> None:
         """Raises `BoxEnded` where the box, or what runs in it, is gone, or cannot be reached in time."""
-        deadline = time.monotonic() + RECONNECT_S
+        # For how long a broken connection is made anew before the box counts as lost.
+        deadline = time.monotonic() + 30.0
         failures = 0
         await self._hang_up()
         while self._channel is None:

@@ -55,7 +55,6 @@ from penstock.sandbox.snapshots import TMP, BoxCopy, copy_folders
 
 logger = logging.getLogger(__name__)
 TTL_HEADROOM_S = 300.0
-USUAL_DEADLINE_S = 600.0
 TIDY_DEADLINE_S = 120.0
 STARTS_AT_ONCE = 8
 """Boxes of one process that are being made at once."""
@@ -90,7 +89,7 @@ class ManagedSandbox(LimitedSandbox):
                 f"sandbox.folders: boxes of {config.backend} see no folder of this machine: put it into their image"
             )
         self.costs = CostMeter(config.managed)
-        self.ttl_s = config.managed.ttl_s or int((episode_deadline_s or USUAL_DEADLINE_S) + TTL_HEADROOM_S)
+        self.ttl_s = config.managed.ttl_s or int((episode_deadline_s or 600.0) + TTL_HEADROOM_S)
         self._owner = owner
         self._api: ManagedApi = PROVIDERS.get(config.backend)(config)
         self._starting = asyncio.Semaphore(STARTS_AT_ONCE)

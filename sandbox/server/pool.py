@@ -19,8 +19,6 @@ from collections.abc import Mapping
 from penstock.common import Backoff, cancel_and_wait
 from penstock.sandbox.protocol import BoxNeeds, Sandbox, SandboxBusy, SandboxError, Session
 
-ASK_AGAIN_S = 2.0
-
 
 class Slots:
     """`free` counts those available; a taker calls `give` afterwards."""
@@ -55,7 +53,7 @@ class Slots:
             self._leave(turn)
             if isinstance(error, TimeoutError):
                 waited = f"all {self.count} boxes were in use; waited {time.monotonic() - started:.1f} s in the queue"
-                raise SandboxBusy(f"{waited} (sandbox.max_boxes)", ASK_AGAIN_S) from error
+                raise SandboxBusy(f"{waited} (sandbox.max_boxes)", 2.0) from error
             raise
 
     def _leave(self, turn: asyncio.Future[None]) -> None:

@@ -19,9 +19,6 @@ from penstock.sandbox.server.pool import BoxPool
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_AGE_S = 86400.0
-"""Older sessions are ended, however busy: no episode takes a day."""
-
 
 @dataclass(slots=True)
 class SessionEntry:
@@ -52,7 +49,8 @@ class SessionEntry:
 
     @property
     def over(self) -> bool:
-        return self.idle_s > self.ttl_s or self.age_s > MAX_AGE_S
+        # Older sessions are ended, however busy: no episode takes a day.
+        return self.idle_s > self.ttl_s or self.age_s > 86400.0
 
 
 @dataclass(frozen=True, slots=True)

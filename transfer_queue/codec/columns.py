@@ -21,7 +21,6 @@ MAX_RAW_BYTES = 1 << 30
 """Limit of all fields of a payload, unpacked: no head makes a reader allocate more."""
 DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in ("i4", "f4", "u1", "u2")}
 MOST_DIMENSIONS = 3
-_DIGEST_BYTES = 8
 
 
 class Column(NamedTuple):
@@ -130,7 +129,7 @@ def _check_sizes(field: Field, raw_bytes: int) -> None:
     if block != size and not (0 < block < size and is_plain):
         raise BadPayload(f"{field.name}: blocks of {block} bytes do not fit {size}")
     blocks = -(-size // max(block, 1))
-    if len(field.checksums) != blocks * _DIGEST_BYTES:
+    if len(field.checksums) != blocks * 8:
         raise BadPayload(f"{field.name}: {len(field.checksums)} bytes of checksums for {blocks} blocks")
 
 

@@ -64,8 +64,6 @@ IMAGES = "images"
 by segment, URLs of those that are elsewhere. Neither is there where a trajectory has none."""
 PLAIN_FIELDS = tuple(one.name for one in dataclass_fields(Trajectory) if one.name not in ("segments", IMAGES))
 JOURNAL_DTYPES = {"ids": "i4", "logprobs": "f4", "version_spans": "i4", "routed_experts": "u1|u2"}
-MARK_DIGITS = 32
-"""128 bits of SHA-256: two announcements of a run never have the same."""
 _TASK_FIELDS = tuple(one.name for one in dataclass_fields(Task))
 _ALL_DTYPES = {**SEGMENT_DTYPES, **OPTIONAL_DTYPES}
 _OPTIONAL_ENDS = tuple(f".{name}" for name in OPTIONAL_FIELDS)
@@ -282,7 +280,8 @@ def unpack_announcement(blob: bytes) -> Announcement:
 
 def mark_of(version: int, packed: bytes) -> AnnouncementMark:
     """Returns the mark of an announcement that `pack_announcement` packed."""
-    return AnnouncementMark(version, hashlib.sha256(packed).hexdigest()[:MARK_DIGITS])
+    # 128 bits of SHA-256: two announcements of a run never have the same.
+    return AnnouncementMark(version, hashlib.sha256(packed).hexdigest()[:32])
 
 
 def pack_mark(mark: AnnouncementMark) -> bytes:

@@ -35,8 +35,6 @@ LOADING_TIMEOUT_S = 60.0
 """Longest time in which a Redis that loads its file makes no progress."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 _BACKOFF = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=(0.5, 1.0))
-SCAN_COUNT = 1000
-"""Keys per SCAN: Redis blocks other clients meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +174,8 @@ class Connection:
         for node in await self._masters():
             cursor = b"0"
             while True:
-                call = RedisCall(("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT), node)
+                # Keys per SCAN: Redis blocks other clients meanwhile.
+                call = RedisCall(("SCAN", cursor, "MATCH", pattern, "COUNT", 1000), node)
                 await self._finish("SCAN", [[call]])
                 cursor, keys = call.reply
                 if keys:

@@ -183,8 +183,6 @@ def redact(url: str) -> str:
 _KEYLESS = {"CLUSTER", "CONFIG", "DBSIZE", "FUNCTION", "INFO", "PING", "SCAN", "SCRIPT", "TIME"}
 _KEY_AT = {"EVAL": 3, "EVALSHA": 3, "FCALL": 3}
 """Command → position of its first key; 1 for all others that the queue sends."""
-ASK_TIMEOUT_S = 2.0
-"""Timeout of one node's slot map; then the next node is asked."""
 
 
 class Routes(Protocol):
@@ -282,7 +280,8 @@ class Cluster:
             for node in [*known, self._seed]:
                 call = RedisCall(("CLUSTER", "SLOTS"))
                 with contextlib.suppress(TimeoutError):  # its error says that no reply came
-                    async with asyncio.timeout(ASK_TIMEOUT_S):
+                    # Timeout of one node's slot map; then the next node is asked.
+                    async with asyncio.timeout(2.0):
                         await node.run([call])
                 if call.error is None:
                     await self._learn(call.reply, node)

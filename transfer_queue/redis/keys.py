@@ -25,14 +25,12 @@ import re
 
 from penstock.transfer_queue.errors import QueueError
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
 
 class Keys:
     """Key names of one run. Raises `QueueError` for a name that could escape its own keys."""
 
     def __init__(self, run: str) -> None:
-        if not _RUN_NAME.fullmatch(run):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", run):
             raise QueueError(f"run name {run!r}: letters, digits, '.', '_' and '-' only, at most 64")
         self.index = f"penstock:{{{run}}}:"
         self.run = self.index + "run"

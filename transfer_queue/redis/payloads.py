@@ -43,8 +43,6 @@ PIPELINE_BYTES = 512 << 10
 """Replies of one round trip: little enough for Redis's caches, and for the caller to start unpacking early."""
 UNACKNOWLEDGED_S = 3600
 """Longer than any call that stores a payload may take."""
-AHEAD = 1
-"""Round trips in flight while the caller processes the replies of another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +131,8 @@ class Payloads:
         try:
             for share in _shares(pieces):
                 under_way.append(asyncio.create_task(self._connection.many([piece.command for piece in share])))
-                if len(under_way) > AHEAD:
+                # Round trips in flight while the caller processes the replies of another.
+                if len(under_way) > 1:
                     yield await under_way.popleft()
             while under_way:
                 yield await under_way.popleft()
@@ -180,8 +179,6 @@ def _join(parts: Sequence[bytes | None]) -> Any:
     return whole[:at].toreadonly()
 
 
-SPILLED = -1
-"""Size that script ``locate`` gives a payload in the batch log."""
 Value = TypeVar("Value")
 Locate = Callable[[Sequence[str]], Awaitable[list[StoredPayload]]]
 """Returns the payloads of episodes; the name is empty if an episode has none."""
@@ -234,7 +231,7 @@ class PayloadReader:
         for episode_id, location in zip(episode_ids, await self._locate(episode_ids), strict=True):
             if not location.name:
                 raise BadPayload(f"{episode_id}: no payload; not completed, or its step is committed")
-            if location.size == SPILLED:
+            if location.size == -1:  # size that script ``locate`` gives a payload in the batch log
                 spilled.append(episode_id)
             else:
                 stored[episode_id] = location

@@ -75,7 +75,6 @@ from penstock.transfer_queue.types import (
 )
 from penstock.transfer_queue.validation import check_tasks
 
-SWEEP_CHUNK = 500
 FORGET_CHUNK = 500
 """Episodes that one script of a commit forgets, some milliseconds."""
 SUBMIT_CHUNK = 1000
@@ -289,7 +288,7 @@ class RedisTransferQueue:
     async def _sweep(self) -> None:
         """Delete payloads that no group references. Their names are never reused, so a repeat is harmless."""
         garbage = self._keys.garbage
-        while rows := await self._connection.command("SRANDMEMBER", garbage, SWEEP_CHUNK):
+        while rows := await self._connection.command("SRANDMEMBER", garbage, 500):
             pairs = [row.decode().rpartition(" ") for row in rows]
             gone = [StoredPayload(name, int(size)) for name, _, size in pairs]
             if self._connection.spreads:

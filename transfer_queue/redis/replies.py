@@ -208,11 +208,6 @@ def layout_refused(layout: str) -> str:
     )
 
 
-_NO_RIGHTS = "The user executing the script can't"
-_INSIDE_A_SCRIPT = re.compile(r": -([A-Z]+) ")
-"""Redis 6.2 wraps the errors of a script's commands: ``ERR Error running script (call to f_…): … -OOM command …``."""
-
-
 def check_passing(error: Exception, where: str) -> None:
     """Return if the command may be retried; otherwise raise its refusal."""
     if isinstance(error, AuthenticationError | AuthorizationError):
@@ -224,21 +219,20 @@ def check_passing(error: Exception, where: str) -> None:
     if not isinstance(error, ResponseError):
         raise error
     code, _, text = str(error).partition(" ")
-    inner = _INSIDE_A_SCRIPT.search(text)
+    # Redis 6.2 wraps the errors of a script's commands: ``ERR Error running script (call to f_…): … -OOM command …``.
+    inner = re.search(r": -([A-Z]+) ", text)
     if code in _PASSING or (inner and inner[1] in _PASSING):
         return
     if code == "LAYOUT":
         raise QueueError(layout_refused(text)) from None
     if code in _REFUSALS:
         raise _REFUSALS[code](text) from None
-    if isinstance(error, NoPermissionError) or _NO_RIGHTS in str(error):
+    if isinstance(error, NoPermissionError) or "The user executing the script can't" in str(error):
         raise QueueError(f"{where}: {error}; what each role may do: docs/guide/cluster.md, Rights per role") from error
     raise QueueError(text if code == "QUEUE" else f"{where}: {error}") from error
 
 
 FLOOR_VERSION = (6, 2)
-FUNCTIONS_VERSION = (7, 0)
-"""Redis that has functions; an older one gets scripts."""
 
 
 def check_server(info: Mapping[str, Any], where: str) -> None:
@@ -256,7 +250,7 @@ def check_server(info: Mapping[str, Any], where: str) -> None:
 
 def knows_functions(info: Mapping[str, Any]) -> bool:
     """`info` is the reply to INFO."""
-    return _version(info) >= FUNCTIONS_VERSION
+    return _version(info) >= (7, 0)  # Redis that has functions; an older one gets scripts
 
 
 def _version(info: Mapping[str, Any]) -> tuple[int, ...]:

@@ -31,8 +31,6 @@ _SECTION = re.compile(r"^-- (script|part): (\w+)\n", re.M)
 _EACH_CALL = "-- each call:\n"
 _PART_FILES = ("shared_run.lua", "shared_groups.lua")
 """Files of the parts, in order: a later one may use an earlier one."""
-_MAKES_ROOM = {"full", "trainer"}
-"""Parts of scripts that must also run at maxmemory."""
 _LAYOUT = f"local LAYOUT = '{LAYOUT}'"
 _HEADER = re.compile(r"-- (needs|flags): (.*)\n")
 
@@ -78,7 +76,8 @@ def script(name: str) -> Script:
     halves = [_sections()["part", part].partition(_EACH_CALL) for part in dict.fromkeys(needed)]
     each_call = "\n".join([*(after for _, _, after in halves), body])
     source = "\n".join([_LAYOUT, *(definitions for definitions, _, _ in halves), each_call])
-    flags = header.get("flags", []) + (["allow-oom"] if _MAKES_ROOM & set(header.get("needs", [])) else [])
+    # Parts of scripts that must also run at maxmemory.
+    flags = header.get("flags", []) + (["allow-oom"] if {"full", "trainer"} & set(header.get("needs", [])) else [])
     return Script(name, source, tuple(flags), each_call)
 
 

@@ -33,17 +33,14 @@ BUS_OFFSET = 10_000
 """The nodes of a cluster talk to each other on the port this far above their own."""
 
 
-COPIES_SMALL_PAGES = (5, 8)
-"""Since this kernel a write to a huge page that a forked child shares copies 4 kB; older ones copy all 2 MB."""
-
-
 def server_environment() -> dict[str, str]:
     """Environment of a redis-server. Its allocator uses huge pages unless the environment already configures it.
 
     Storing a payload takes two thirds of the time then, and a fork, which copies the page tables, a tenth."""
     environment = environment_without_secrets()
     kernel = re.match(r"(\d+)\.(\d+)", platform.release())
-    if kernel and (int(kernel[1]), int(kernel[2])) >= COPIES_SMALL_PAGES:
+    # Since this kernel a write to a huge page that a forked child shares copies 4 kB; older ones copy all 2 MB.
+    if kernel and (int(kernel[1]), int(kernel[2])) >= (5, 8):
         for name in ("MALLOC_CONF", "JE_MALLOC_CONF"):  # read by the system's jemalloc, and by the one built into Redis
             environment.setdefault(name, "thp:always")
     return environment
@@ -262,7 +259,6 @@ def newest_append_only_file(directory: Path) -> Path:
     return max(increments, key=lambda path: path.stat().st_mtime_ns, default=directory / "appendonly.aof")
 
 
-SYNC_EVERY_S = 1.0
 SYNC_JOIN_S = 1.0
 """For a sync under way when the server is stopped; a disk that hangs keeps the thread, and nothing waits for it."""
 
@@ -289,7 +285,7 @@ class FileSync:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.wait(SYNC_EVERY_S):
+            while not self._stopping.wait(1.0):
                 # The part that a rewrite began, too; what it replaces Redis syncs when it closes it.
                 for pattern in ("appendonlydir/*.incr.aof", "appendonly.aof"):
                     for file in self._directory.glob(pattern):

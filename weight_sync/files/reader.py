@@ -44,8 +44,6 @@ SHARE_S = 10.0
 POLL_S = 0.02
 TIMESTAMP_S = 0.02
 """More than the steps in which a kernel counts the times of files: a write that comes later has another time."""
-RECORD_S = 3600.0
-"""Older records are removed. If one is still in use, its version is verified once more."""
 
 
 class WeightReader:
@@ -216,7 +214,8 @@ def _add(record: Path | None, descriptor: int, *, place: bool = False) -> None:
         append_jsonl(record, [entry])
         for other in record.parent.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - other.stat().st_mtime > RECORD_S:
+                # Older records are removed. If one is still in use, its version is verified once more.
+                if time.time() - other.stat().st_mtime > 3600.0:
                     other.unlink()
     except OSError as error:
         logger.warning("other processes verify this version too, it cannot be recorded: %s", error)

@@ -42,7 +42,6 @@ PAUSE_S = 0.1
 """Between two requests while another server fetches the file."""
 RECONNECT = Backoff(PAUSE_S)
 """After connections that brought nothing."""
-PEERS_KNOWN = 8
 logger = logging.getLogger(__name__)
 
 
@@ -176,7 +175,7 @@ class FileFetch:
                 job.sources.add(peer)
 
     def _remember(self, peer: str) -> None:
-        self._peers = [peer, *(known for known in self._peers if known != peer)][:PEERS_KNOWN]
+        self._peers = [peer, *(known for known in self._peers if known != peer)][:8]
 
     def _connected(self, place: str) -> contextlib.closing[http.client.HTTPConnection]:
         url = urlsplit(place)

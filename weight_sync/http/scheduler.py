@@ -22,8 +22,6 @@ AVOID = "Penstock-Avoid"
 TRAINER = ""
 FAN_OUT = 2
 TURN_S = 10.0
-TURN_BYTES_PER_S = 20e6
-"""A turn lasts `TURN_S` and what the file takes at this rate, at most."""
 FILES = 64
 """Remembered at most; older ones are deleted by then."""
 
@@ -54,7 +52,8 @@ class TransferScheduler:
         file.turns = {who: turn for who, turn in file.turns.items() if who != server and turn[1] > now}
         source = _free_source(file, server)
         if source is not None:
-            file.turns[server] = (source, now + TURN_S + size / TURN_BYTES_PER_S)
+            # A turn lasts `TURN_S` and what the file takes at this rate, at most.
+            file.turns[server] = (source, now + TURN_S + size / 20e6)
         return source
 
     def has(self, name: str, server: str) -> None:

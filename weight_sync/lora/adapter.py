@@ -29,8 +29,6 @@ _MEANS_NOTHING_HERE = {
     "megatron_config", "megatron_core",
 }
 """How the adapter came about; or checked by itself (`_refuse_others`)."""
-_KEEPS_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave W as it is in the folder; "pissa" and the like change it."""
 
 
 class BadAdapter(ValueError):
@@ -157,7 +155,8 @@ def _refuse_others(config: Mapping[str, Any]) -> None:
         raise BadAdapter(f"peft_type {config['peft_type']} is not supported: LORA is")
     if config.get("bias", "none") != "none":
         raise BadAdapter(f"bias={config['bias']!r} is not supported: only lora_A and lora_B travel")
-    if (start := config.get("init_lora_weights")) not in _KEEPS_BASE:
+    # Values of ``init_lora_weights`` that leave W as it is in the folder; "pissa" and the like change it.
+    if (start := config.get("init_lora_weights")) not in (True, False, None, "gaussian", "eva", "orthogonal"):
         raise BadAdapter(f"init_lora_weights={start!r} is not supported: it changes the weights of version 0")
     for name in sorted(config.keys() - _MEANS_NOTHING_HERE - set(_MEANT)):
         if config[name]:

@@ -44,8 +44,6 @@ logger = logging.getLogger("penstock.run")
 LOOK_S = 1.0
 """Between two looks at a role's process."""
 ANSWER_S = 10.0
-AGAIN_S = 0.5
-"""After a broken connection, before the actor is asked again."""
 
 
 class RayMember:
@@ -154,7 +152,7 @@ class RayMember:
         self.life = None
         if not self._stopping:
             logger.warning("%s: its actor is away, Ray makes it again: %s", self.spec.name, _first_line(error))
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(0.5)  # after a broken connection, before the actor is asked again
 
     async def stop(self) -> None:
         """End the process as `RoleProcess.stop` does, then release the actor and what it reserved."""
@@ -199,9 +197,6 @@ def _first_line(error: BaseException) -> str:
 
 def describe(bundle: Bundle) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-
-
-CLEAN_S = 20.0
 
 
 class RayPlacement:
@@ -257,7 +252,7 @@ async def _clean_node(node_id: str, config: RunConfig) -> None:
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(remove_weights).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
     try:
-        async with asyncio.timeout(CLEAN_S):
+        async with asyncio.timeout(20.0):
             await task.remote(config)
     except (RayError, TimeoutError) as error:
         logger.warning("weights may be left in shared memory of Ray node %s: %s", node_id, str(error) or "no answer")

@@ -19,8 +19,6 @@ from penstock.deploy.run.supervisor import Supervisor
 logger = logging.getLogger("penstock.run")
 NAME = "registry"
 LOOK_S = 1.0
-NAME_FREE_S = 30.0
-"""An earlier driver of this run, killed, keeps the name until Ray has noticed."""
 
 
 class RunRegistry:
@@ -49,7 +47,8 @@ async def create() -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    deadline = time.monotonic() + NAME_FREE_S
+    # An earlier driver of this run, killed, keeps the name until Ray has noticed.
+    deadline = time.monotonic() + 30.0
     while True:
         try:
             return (

@@ -67,9 +67,6 @@ class SlurmJob:
         return [*lines, *self.sbatch]
 
 
-JOIN_WARNING_S = 30
-
-
 @dataclass(frozen=True, slots=True)
 class SlurmRecipe:
     """A recipe and its overrides, as on the command line."""
@@ -156,7 +153,7 @@ def join_script(
         f"output={run.logs}/join-%A_%a.log",
         "open-mode=append",
         "requeue",
-        f"signal=B:TERM@{JOIN_WARNING_S}",
+        "signal=B:TERM@30",
         *job.directives(),
     ]
     values = {

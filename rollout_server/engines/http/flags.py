@@ -26,8 +26,6 @@ from penstock.rollout_server.engines.http.server_process import Installation, Pr
 from penstock.rollout_server.protocol import EngineError
 
 logger = logging.getLogger(__name__)
-HELP_S = 180.0
-"""Deadline of `--help`, which imports everything that the server is made of, on a busy machine."""
 ONLINE = ("fp8",)
 """Quantisations that engines compute from unquantised weights, at a start and at each update."""
 
@@ -114,7 +112,8 @@ async def _help(command: Sequence[str]) -> str:
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        async with asyncio.timeout(HELP_S):
+        # Deadline of `--help`, which imports everything that the server is made of, on a busy machine.
+        async with asyncio.timeout(180.0):
             output, _ = await process.communicate()
     except TimeoutError:
         return ""

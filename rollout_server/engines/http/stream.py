@@ -46,8 +46,6 @@ class NotAdmitted(EngineError):
 
 COALESCE_S = 0.5
 """Tokens that arrive within this time travel on in one chunk: handing one on costs more than ten tokens' parsing."""
-LAST_EVENT_S = 2.0
-"""Servers mark the end of the stream right after the finish reason."""
 AnswerEvent = dict[str, Any]
 
 
@@ -145,7 +143,8 @@ class AnswerStream(ABC):
             self.read()
             if self.finish_reason is not None:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LAST_EVENT_S):
+                    # Servers mark the end of the stream right after the finish reason.
+                    async with asyncio.timeout(2.0):
                         while not self._over:
                             self._news.clear()
                             await self._news.wait()

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from penstock.common import cores
 
-MOST_THREADS = 8
 TILE = 8192
 """Words of 32 bits that the kernel sums up before it mixes them."""
 PIECE = 4 * TILE
@@ -56,7 +55,7 @@ def expected_checksums(
 
     parts = {name: [part for part in parts_of(name) if part in tensors] for name in names}
     parts = {name: present for name, present in parts.items() if present}
-    with ThreadPoolExecutor(min(MOST_THREADS, cores())) as threads:
+    with ThreadPoolExecutor(min(8, cores())) as threads:
         return dict(zip(parts, threads.map(checksum_of, parts.values()), strict=True))
 
 

@@ -43,8 +43,6 @@ BLIND = (
     "images are refused: SGLang takes finished pixels as tensors of its Python API alone, and over HTTP makes its own"
     " of encoded images, by another processor than the trainer's"
 )
-ABORT_S = 5.0
-"""Deadline of the call that aborts an answer."""
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -71,7 +69,8 @@ class SGLangStream(AnswerStream):
         if not self.ended:
             # A server that does not answer this is gone or hangs, which its supervisor finds out by itself.
             with contextlib.suppress(OSError):
-                await self._events.call("/abort_request", json.dumps({"rid": self._rid}).encode(), ABORT_S)
+                # Deadline of the call that aborts an answer.
+                await self._events.call("/abort_request", json.dumps({"rid": self._rid}).encode(), 5.0)
         await super().close()
 
     def _receive(self, events: Iterable[AnswerEvent]) -> None:

@@ -19,8 +19,6 @@ from penstock.rollout_server.engines.child_link import LinkedChild
 from penstock.rollout_server.pictures import SeenImage
 from penstock.rollout_server.protocol import BadRequest, EngineError, ImageRef
 
-CACHE_BYTES = 256 << 20
-
 
 class ImageReader(LinkedChild):
     """Owns the process. `start` comes first, `stop` last; `read` may be called by several requests at once."""
@@ -54,7 +52,7 @@ class ImageReader(LinkedChild):
         async with self._one_at_a_time:
             seen = self._cache.pop(image.sha256, None) or await self._see(image, field)
             self._cache[image.sha256] = seen  # now the newest
-            while len(self._cache) > 1 and sum(one.nbytes for one in self._cache.values()) > CACHE_BYTES:
+            while len(self._cache) > 1 and sum(one.nbytes for one in self._cache.values()) > (256 << 20):
                 self._cache.popitem(last=False)
         return seen
 

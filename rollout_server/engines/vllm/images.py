@@ -29,8 +29,6 @@ from penstock.rollout_server.protocol import BadRequest
 MODALITY = "image"
 SEEN_KINDS = ("qwen2_5_vl", "qwen3_vl")
 """Values of `model_type` whose pixels are fields of this form in vLLM, tested against the trainer."""
-RAW_BYTES = 3
-"""vLLM's extension type of msgpack for the bytes of a tensor."""
 
 
 def image_token_of(folder: Path) -> int | None:
@@ -57,7 +55,8 @@ def packed_item(pixels: bytes, dtype: str, shape: Sequence[int], grid: bytes) ->
 
 
 def _tensor(data: bytes, dtype: str, shape: Sequence[int]) -> list[Any]:
-    return [dtype, list(shape), msgpack.ExtType(RAW_BYTES, data)]
+    # vLLM's extension type of msgpack for the bytes of a tensor.
+    return [dtype, list(shape), msgpack.ExtType(3, data)]
 
 
 def places_of(ids: Sequence[int], image_token: int, images: Sequence[SeenImage]) -> list[tuple[int, int]]:

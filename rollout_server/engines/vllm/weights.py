@@ -27,8 +27,6 @@ from penstock.weight_sync import LoadReport, Manifest, Offer, WeightsBroken, Wei
 READ_POLL_S = 0.01
 STAGE_S = 30.0
 """In addition to the broadcast's own deadline."""
-GIVE_UP_S = 5.0
-"""Deadline for ending the session of a cancelled swap: the engine ends soon after."""
 PAUSES = {
     "keep": "mode=keep&clear_cache=false",
     "recompute": "mode=keep&clear_cache=true",
@@ -77,7 +75,8 @@ class VLLMWeights(HttpWeights[Manifest]):
         except asyncio.CancelledError:
             if self._in_session:  # the server may have ended with the swap
                 with contextlib.suppress(EngineError, TimeoutError):
-                    async with asyncio.timeout(GIVE_UP_S):
+                    # Deadline for ending the session of a cancelled swap: the engine ends soon after.
+                    async with asyncio.timeout(5.0):
                         await self._finish()
             raise
         finally:
