@@ -8,12 +8,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.agent_loops import LoadError, load_object
-from penstock.datasets.rows import INSTRUCTION, BadSpec, Row, write_parquet
+from penstock.common import write_atomically
+from penstock.datasets.rows import INSTRUCTION, BadSpec, Row
 
 
 def names_python_tasks(source: str) -> bool:
@@ -32,14 +34,31 @@ def python_rows(source: str) -> list[Row]:
     if not tasks:
         raise BadSpec(f"{source}: has no tasks")
     name = Path(source.rpartition(":")[0]).stem
-    return [_row(task, name, index, f"{source}, task {index + 1}") for index, task in enumerate(tasks)]
+    rows = []
+    for index, task in enumerate(tasks):
+        where = f"{source}, task {index + 1}"
+        rows.append(_plain(_row(task, name, index, where), where))
+    return rows
 
 
 def write_python_tasks(source: str, directory: Path) -> Path:
-    """Returns the path of the Parquet file of `source`, which is written below `directory`. Raises `BadSpec`."""
-    path = directory / f"tasks-{hashlib.sha256(source.encode()).hexdigest()[:12]}.parquet"
-    write_parquet(python_rows(source), path)
+    """Returns the path of the file of `source`, which is written below `directory`. Raises `BadSpec`.
+
+    JSON Lines: a column of Parquet has one type, and ground truths of one list may have several.
+    """
+    path = directory / f"tasks-{hashlib.sha256(source.encode()).hexdigest()[:12]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, [f"{json.dumps(row)}\n".encode() for row in python_rows(source)])
     return path
+
+
+def _plain(row: Row, where: str) -> Row:
+    """Return `row` as JSON has it; scalars and arrays of numpy become numbers and lists. Raises `BadSpec`."""
+    try:
+        return json.loads(json.dumps(row, default=lambda value: value.tolist()))
+    except (AttributeError, TypeError, ValueError) as error:
+        kinds = "texts, numbers, lists and dicts; a picture by its path or a data: URL"
+        raise BadSpec(f"{where}: {error}; tasks are made of {kinds}") from error
 
 
 def _row(task: Any, name: str, index: int, where: str) -> Row:

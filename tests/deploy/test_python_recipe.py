@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.datasets import BadSpec, check_spec, materialise, parquet_rows
+from penstock.datasets import BadSpec, check_spec, materialise
 from penstock.deploy import ConfigError, RunConfig, load_config
 from penstock.deploy.config import RECIPES
 
@@ -89,12 +90,16 @@ TASKS = [("1+1?", "2"), {"level": 3}, {"prompt": [{"role": "user", "content": "?
          "reward_model": {"ground_truth": "x"}, "extra_info": {"k": 1}}]  # fmt: skip
 
 
+def written(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def test_tasks_of_a_file_become_rows(tmp_path: Path) -> None:
     file = tmp_path / "game.py"
     file.write_text(
         f"TASKS = {TASKS!r}\ndef few():\n    return TASKS[:1]\nNONE = []\nBAD = [('1+1?', '2'), 7]\nn = 1/1\n"
     )
-    rows: list[dict[str, Any]] = list(parquet_rows(Path(materialise(f"{file}:TASKS", tmp_path))))
+    rows = written(materialise(f"{file}:TASKS", tmp_path))
     assert [row["data_source"] for row in rows] == ["game", "game", "d"]
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["2", "environment", "x"]
     assert (rows[0]["prompt"][0]["content"], rows[1]["extra_info"]["env"], rows[2]["extra_info"]["k"]) == (
@@ -102,13 +107,27 @@ def test_tasks_of_a_file_become_rows(tmp_path: Path) -> None:
         {"level": 3},
         1,
     )
-    assert len(list(parquet_rows(Path(materialise(f"{file}:few", tmp_path))))) == 1
+    assert len(written(materialise(f"{file}:few", tmp_path))) == 1
     for name, words in (
         ("NONE", "has no tasks"),
         ("BAD", "BAD, task 2: expected"),
         ("TASK", "did you mean"),
         ("n", "n: "),
     ):
+        with pytest.raises(BadSpec, match=words):
+            check_spec(f"{file}:{name}")
+
+
+def test_tasks_may_have_ground_truths_of_several_types(tmp_path: Path) -> None:
+    file = tmp_path / "mixed.py"
+    file.write_text(
+        "import numpy as np\n"
+        "TASKS = [('a', [2, 'b']), ('b', 3), ('c', {'k': None}), ('d', np.int64(4)), ('e', np.ones(2))]\n"
+        "BYTES = [('a', 'b'), ('c', b'd')]\nSET = [('a', {1})]\n"
+    )
+    truths = [row["reward_model"]["ground_truth"] for row in written(materialise(f"{file}:TASKS", tmp_path))]
+    assert truths == [[2, "b"], 3, {"k": None}, 4, [1.0, 1.0]]
+    for name, words in (("BYTES", "BYTES, task 2: .*bytes.*; tasks are made of texts"), ("SET", "SET, task 1: .*set")):
         with pytest.raises(BadSpec, match=words):
             check_spec(f"{file}:{name}")
 
