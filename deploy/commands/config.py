@@ -50,6 +50,7 @@ def from_verl(
         typer.echo(migration.yaml(), nl=False)
     else:
         out.write_text(migration.yaml(), encoding="utf-8")
+        typer.echo(f"{out} is written; next: penstock doctor {out}", err=True)
     raise typer.Exit(1 if strict and migration.account.unmapped else 0)
 
 

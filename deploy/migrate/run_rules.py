@@ -158,7 +158,8 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
     if samples is None:
         samples = trains = max(1, trains // 2)
         verl.note(
-            f"colocated in verl; here {trains} GPUs train and {samples} sample (penstock simulate shows a better split)"
+            f"rollouts have no GPUs of their own in verl's settings (rollout.nnodes): here {trains} GPUs train and"
+            f" {samples} sample (penstock simulate shows a better split)"
         )
     yield "trainer.ranks", trains
     yield "rollout.servers", max(1, samples // per_server)

@@ -60,9 +60,23 @@ def fine_tune_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool) ->
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         again = " ".join(["penstock sft", str(recipe), *overrides, "--resume"])
         return complain(f"interrupted; continue with: {again}", 130)
-    console.print(summary.read_text(), markup=False, soft_wrap=True)
-    console.print(f"done: {summary}", markup=False, soft_wrap=True)
+    console.print(_results(json.loads(summary.read_text()), summary), markup=False, soft_wrap=True)
     return 0
+
+
+def _results(summary: Mapping[str, Any], path: Path) -> str:
+    """Return how training ended, the losses and where the model is, for a terminal."""
+    losses = {"loss": "loss", "validation": "eval_loss"}
+    pairs = {subject: (summary[f"{key}_first"], summary[f"{key}_last"]) for subject, key in losses.items()}
+    lines = {
+        **{subject: f"{first:.4f} -> {last:.4f}" for subject, (first, last) in pairs.items() if last is not None},
+        "trained": f"{summary['conversations']} conversations, {summary['tokens_trained']:,} tokens of the model's own",
+        "left out": listed(summary["left_out"]) if summary["left_out"] else "",
+        "model": summary["model"],
+        "files": str(path),
+    }
+    head = f"{summary['name']}: {summary['ended'] or 'ended'}, after {summary['wall_s']:.0f} s"
+    return "\n".join([head, *(f"  {subject:11}{line}" for subject, line in lines.items() if line)])
 
 
 def load_sft_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
