@@ -252,7 +252,9 @@ class TrainerConfig(BaseModel):
     eps: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Arithmetic; master weights stay float32.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Arithmetic; master weights stay float32. auto: bfloat16 on GPUs, float32 on CPUs."
+    )
     lora: LoraConfig = LoraConfig()
     recompute: bool | Literal["selective"] = Field(
         False,
@@ -326,6 +328,13 @@ class TrainerConfig(BaseModel):
         if self.recompute == "selective" and self.engine == "megatron":
             raise ValueError("recompute selective is the engine fsdp's: set it to true or false under megatron")
         return self
+
+    def resolve_dtype(self, *, on_gpu: bool) -> TrainerConfig:
+        """These settings for ranks with GPUs or without: `dtype` is not ``auto``. What computes or counts bytes asks
+        first."""
+        if self.dtype != "auto":
+            return self
+        return self.model_copy(update={"dtype": "bfloat16" if on_gpu else "float32"})
 
     def threads_of_rank(self, cores: int, ranks: int, *, on_gpu: bool) -> int:
         """CPU threads of each of the `ranks` that have `cores` of a machine together. AdamW alone takes many, if it

@@ -251,5 +251,6 @@ def update_speed(
     if flops is None:
         return {}
     tflops = flops.of_update(*trained) / max(seconds, 1e-9) / ranks.world / 1e12
-    peak = peak_tflops(config.peak_tflops, ranks.device, config.dtype)
+    dtype = config.resolve_dtype(on_gpu=ranks.device.type == "cuda").dtype
+    peak = peak_tflops(config.peak_tflops, ranks.device, dtype)
     return {"tflops_per_s": tflops, **({"mfu": tflops / peak} if peak else {})}

@@ -132,8 +132,9 @@ def check_size(config: RunConfig) -> Check | None:
         return None
     if shape is None:
         return None
-    rank, served = rank_bytes(shape, config), server_bytes(shape, config, 0)["weights"]
     gpu_bytes = smallest_gpu_bytes()
+    rank = rank_bytes(shape, config, on_gpu=gpu_bytes is not None)
+    served = server_bytes(shape, config, 0)["weights"]
     if gpu_bytes is not None:
         return _on_devices(config, states_bytes(device_parts(rank, config.trainer)), served, gpu_bytes)
     ranks_here = config.trainer.ranks // trainer_nodes()

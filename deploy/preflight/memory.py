@@ -121,9 +121,9 @@ def _states_on_host(rank: dict[str, float], config: RunConfig) -> float:
 
 def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     """Bytes of the host's memory by part of the run; with GPUs, the bytes that stay on the host."""
-    trainer, rollout = config.trainer, config.rollout
     on_gpu = has_gpu()
-    rank, placement = rank_bytes(shape, config), config.placement
+    trainer, rollout = config.trainer.resolve_dtype(on_gpu=on_gpu), config.rollout
+    rank, placement = rank_bytes(shape, config, on_gpu=on_gpu), config.placement
     served_here = rollout.engine == "hf" or not on_gpu
     served = server_bytes(shape, config, cached_tokens(config))
     servers = rollout.servers + lent_servers(config)

@@ -141,7 +141,7 @@ def check_device(name: str, config: RunConfig, shape: ModelShape, gpus: Gpus) ->
 
 def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float]:
     """Bytes by part of the device that is over its limit, else of the fullest that a rank is on."""
-    rank, claim = device_parts(rank_bytes(shape, config), config.trainer), _claim(config) * gpus.bytes
+    rank, claim = device_parts(rank_bytes(shape, config, on_gpu=True), config.trainer), _claim(config) * gpus.bytes
     rank[PROCESS] = context_bytes(config.trainer)
     servers = config.rollout.servers + config.rollout.evaluation_server
     own = [place for number in range(servers) for place in places_of_server(config, number, gpus.count)]

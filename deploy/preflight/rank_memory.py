@@ -56,9 +56,10 @@ NCCL_BUFFERS = 3 << 28
 """About what NCCL takes of a device for one group of ranks."""
 
 
-def rank_bytes(shape: ModelShape, config: RunConfig) -> dict[str, float]:
+def rank_bytes(shape: ModelShape, config: RunConfig, *, on_gpu: bool) -> dict[str, float]:
     """Bytes of one rank of the run's trainer, by part."""
-    return trainer_bytes(shape, config.trainer, config.rollout.max_model_len, critic=needs_critic(config))
+    trainer = config.trainer.resolve_dtype(on_gpu=on_gpu)
+    return trainer_bytes(shape, trainer, config.rollout.max_model_len, critic=needs_critic(config))
 
 
 def states_bytes(rank: Mapping[str, float]) -> float:

@@ -17,7 +17,7 @@ from penstock.deploy.preflight.machine import trainer_nodes
 from penstock.deploy.preflight.memory import cached_tokens, server_bytes
 from penstock.deploy.preflight.model_shape import find_shape
 from penstock.deploy.preflight.rank_memory import rank_bytes, states_bytes
-from penstock.deploy.run.plan import NODES_VARIABLE, gpus_of_server, lent_servers
+from penstock.deploy.run.plan import NODES_VARIABLE, gpus_of_server, has_gpu, lent_servers
 
 
 def refuse_elsewhere(config: RunConfig, where: str) -> None:
@@ -103,7 +103,7 @@ def turn_bytes(config: RunConfig) -> dict[str, float] | None:
     servers = rollout.servers + rollout.evaluation_server if placement.colocated else lent_servers(config)
     return {
         "engines": servers * sum(server_bytes(shape, config, cached_tokens(config)).values()),
-        "trainer": config.trainer.ranks * states_bytes(rank_bytes(shape, config)),
+        "trainer": config.trainer.ranks * states_bytes(rank_bytes(shape, config, on_gpu=has_gpu())),
     }
 
 

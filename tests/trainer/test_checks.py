@@ -96,7 +96,7 @@ ENGINES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "expert is 4, which does not divide the 2 ranks",
     ),
     (
-        {"engine": "megatron", "ranks": 2, "parallel": {"context": 2}},
+        {"engine": "megatron", "ranks": 2, "parallel": {"context": 2}, "dtype": "float32"},
         {},
         r"parallel\.context is 2 and trainer\.dtype float32",
     ),
@@ -133,6 +133,7 @@ def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
             {"limits": {"group_size": 1}},
         ),
         ({"recompute": "true"}, {}),
+        ({"engine": "megatron", "ranks": 2, "parallel": {"context": 2}}, {}),  # its GPUs compute in bfloat16
     ],
 )
 def test_what_fits_together_is_taken(tmp_path: Path, settings: dict[str, Any], more: dict[str, Any]) -> None:

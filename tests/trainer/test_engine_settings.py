@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from transformers import AutoModelForCausalLM
 from benchmarks.support.meter import peak_bytes
 from penstock.common import cores
 from penstock.trainer import CORES_VARIABLE, Ranks, TrainerConfig
-from penstock.trainer.engine import Flops, Update, peak_tflops
+from penstock.trainer.engine import Flops, Update, peak_tflops, update_speed
 from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
 from penstock.trainer.engines.fsdp import engine as engine_module
 from penstock.trainer.engines.fsdp.host_states import on_this_rank
+from penstock.trainer.engines.megatron import engine as megatron_engine
+from penstock.trainer.engines.megatron.engine import MegatronEngine
 from penstock.trainer.job import threads_here
 from penstock.trainer.ranks.distributed import TorchThread
 
@@ -31,7 +34,8 @@ pytestmark = pytest.mark.torch
 
 def trained(model: str, ranks: Ranks, **settings: Any) -> tuple[FSDPEngine, list[Update]]:
     """Three updates towards higher logprobs of two rows."""
-    engine, pack = FSDPEngine(model, TrainerConfig(lr=1e-2, eps=1e-4, **settings), ranks), one_pack(60, vocab=64)
+    config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "dtype": "float32", **settings})
+    engine, pack = FSDPEngine(model, config, ranks), one_pack(60, vocab=64)
     loss = lambda pack, outputs: -outputs.logprobs.sum()  # noqa: E731
     return engine, [engine.update([pack], loss, 52.0, step) for step in range(3)]
 
@@ -111,7 +115,8 @@ def test_an_update_waits_for_the_checkpoint_that_is_written_from_its_states(
     offload: Any, tiny_model: str, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is written before the update asks to change the states; the run that goes on from there is the same."""
-    config, pack, asked = TrainerConfig(lr=1e-2, offload=offload), one_pack(60, vocab=64), threading.Event()
+    config, pack = TrainerConfig(lr=1e-2, dtype="float32", offload=offload), one_pack(60, vocab=64)
+    asked = threading.Event()
     loss = lambda pack, outputs: -outputs.logprobs.sum()  # noqa: E731
     wait, write_data = engine_module.wait, engine_module.HashingWriter.write_data
 
@@ -179,6 +184,42 @@ def test_a_reference_is_kept_as_its_arithmetic_has_it(tiny_model: str, ranks: Ra
     assert torch.equal(said["bfloat16", None], said["bfloat16", "bfloat16"])
     rounded = (said["float32", "bfloat16"] - said["float32", None]).abs().max()
     assert 0 < float(rounded) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "dtype"),
+    [
+        ({}, "cpu", "float32"),
+        ({}, "cuda", "bfloat16"),
+        ({"dtype": "float32"}, "cuda", "float32"),
+        ({"dtype": "bfloat16"}, "cpu", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("engine", [FSDPEngine, MegatronEngine])
+def test_an_engine_computes_in_bfloat16_on_a_gpu_unless_it_is_told(
+    engine: Any, settings: dict[str, Any], device: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends where it begins to load: no device is needed."""
+
+    class LoadedConfig(Exception):
+        pass
+
+    def load(*arguments: Any, **_: Any) -> None:
+        raise LoadedConfig(next(one for one in arguments if isinstance(one, TrainerConfig)).dtype)
+
+    monkeypatch.setattr(engine_module, "load_policy", load)
+    monkeypatch.setattr(megatron_engine, "check_machine", load)
+    with pytest.raises(LoadedConfig, match=dtype):
+        engine("models/none", TrainerConfig(**settings), SimpleNamespace(device=torch.device(device)))
+
+
+def test_a_gpu_of_known_peak_has_an_mfu_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    ranks: Any = SimpleNamespace(device=torch.device("cuda"), world=1)
+    flops = Flops(1, 1, 1, learns_all=True)
+    for settings, has_mfu in (({}, True), ({"dtype": "float32"}, False)):
+        speed = update_speed(flops, TrainerConfig.model_validate(settings), ranks, (10, 10, 10), 1.0)
+        assert ("mfu" in speed) is has_mfu
 
 
 def test_a_critic_in_bfloat16_learns_without_masters(tiny_model: str, ranks: Ranks) -> None:

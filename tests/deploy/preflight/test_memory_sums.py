@@ -43,7 +43,7 @@ def test_memory_counts_the_experts_of_a_token(tmp_path: Path) -> None:
 
 
 def rank(shape: ModelShape = BIG, *, critic: bool = False, tokens: int = 1, **settings: Any) -> dict[str, float]:
-    return trainer_bytes(shape, TrainerConfig.model_validate(settings), tokens, critic=critic)
+    return trainer_bytes(shape, TrainerConfig.model_validate({"dtype": "float32", **settings}), tokens, critic=critic)
 
 
 @pytest.mark.parametrize(
@@ -143,5 +143,10 @@ def test_states_on_the_host_are_pinned_and_a_save_copies_the_others(
     assert moments["checkpoint"] == 4 * BIG.parameters
     assert offloaded["checkpoint"] == 0, "it is written from the states themselves"
     assert host_parts(load_config(RECIPE, ["trainer.lora.rank=8"]), BIG)["checkpoint"] < BIG.parameters
+    low, usual, exact = (
+        host_parts(load_config(RECIPE, ["trainer.activation_offload=true", *words]), BIG)["offloaded activations"]
+        for words in (["trainer.dtype=bfloat16"], [], ["trainer.dtype=float32"])
+    )
+    assert low == usual < exact, "GPUs compute in bfloat16 unless they are told"
     in_turns = host_parts(load_config(RECIPE, ["placement.colocated=true"]), BIG)
     assert in_turns["trainer"] == 12 * BIG.parameters, "no gradients outside of a turn"

@@ -63,7 +63,7 @@ class Trainer:
 
     def __init__(self, model: str, ranks: Ranks) -> None:
         self.model = model
-        self.engine = FSDPEngine(model, TrainerConfig(lr=3e-3, eps=1e-4), ranks)
+        self.engine = FSDPEngine(model, TrainerConfig(lr=3e-3, eps=1e-4, dtype="float32"), ranks)
         self._steps = 0
 
     def train(self) -> None:

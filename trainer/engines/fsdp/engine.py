@@ -58,7 +58,7 @@ class FSDPEngine:
     ) -> None:
         """`routing_replay`: the policy's tokens are read by the experts that packs name. Raises `BadJob` if they
         cannot be."""
-        self.config = config
+        self.config = config = config.resolve_dtype(on_gpu=ranks.device.type == "cuda")
         self.temperature = temperature
         self._ranks = ranks
         if sees_images(model):

@@ -52,9 +52,9 @@ class MegatronEngine:
     ) -> None:
         """A collective. `routing_replay`: the policy's tokens are read by the experts that packs name. Raises `BadJob`
         for a model or a machine that the engine cannot serve."""
+        self.config = config = config.resolve_dtype(on_gpu=ranks.device.type == "cuda")
         check_machine(config)
         open_groups(config)
-        self.config = config
         self.temperature = temperature
         self.kl_coefficient = config.kl.in_reward
         self._ranks = ranks

@@ -16,6 +16,7 @@ SETUP_HINT = "scripts/setup-megatron makes the environment; trainer.megatron.pyt
 
 def check(config: TrainerConfig) -> None:
     """Raises `BadJob`."""
+    config = config.resolve_dtype(on_gpu=True)  # `check_machine` refuses CPUs
     if needs_of_advantage(config) & {"values", "implicit"}:
         raise BadJob(
             f"trainer.advantage={config.advantage} needs a critic, and trainer.engine megatron has none: take an "

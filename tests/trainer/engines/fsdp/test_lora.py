@@ -25,7 +25,7 @@ from penstock.weight_sync import Manifest, Merger, read_verified
 
 pytestmark = pytest.mark.torch
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
-CONFIG = TrainerConfig(lr=1e-2, lora=LORA, kl={"in_loss": 0.01})
+CONFIG = TrainerConfig(lr=1e-2, dtype="float32", lora=LORA, kl={"in_loss": 0.01})
 MATRICES = 2 * 7
 """Of two layers: q, k, v, o, gate, up, down."""
 

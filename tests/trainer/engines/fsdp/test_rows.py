@@ -96,7 +96,7 @@ def test_gemma_4_trains_with_heads_of_several_sizes(tmp_path: Path, ranks: Ranks
     layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0}
     family = Family("Gemma 4", "Gemma4", {**layers, **inputs, "global_head_dim": global_head_dim})
-    engine = FSDPEngine(family.save(tmp_path), TrainerConfig(lr=1e-3), ranks)
+    engine = FSDPEngine(family.save(tmp_path), TrainerConfig(lr=1e-3, dtype="float32"), ranks)
     assert max(gaps(engine.policy, str(tmp_path))) <= SAME
     assert engine.flops is not None
     assert engine.flops.attention == 4 * (8 + global_head_dim)
@@ -139,7 +139,7 @@ def test_packs_of_any_size_give_one_gradient(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["Qwen3Next", "GptOss"])
 def test_critic_and_recomputed_layers_take_the_same_rows(tmp_path: Path, ranks: Ranks, kind: str) -> None:
     model = BY_KIND[kind].save(tmp_path)
-    engine = FSDPEngine(model, TrainerConfig(advantage="gae", recompute=True), ranks)
+    engine = FSDPEngine(model, TrainerConfig(advantage="gae", recompute=True, dtype="float32"), ranks)
     assert max(gaps(engine.policy, model)) <= SAME
     critic = engine.critic
     assert critic is not None
@@ -155,7 +155,7 @@ def test_a_checkpoint_restores_weights_and_moments(tmp_path: Path, ranks: Ranks,
     """Also where some weights never learn: an indexer chooses keys, without gradient."""
     model, store = BY_KIND[kind].save(tmp_path / "model"), CheckpointStore(tmp_path / "checkpoints", keep=1)
     pack = join_rows(tiny_rows())
-    first, second = (FSDPEngine(model, TrainerConfig(lr=1e-3), ranks) for _ in range(2))
+    first, second = (FSDPEngine(model, TrainerConfig(lr=1e-3, dtype="float32"), ranks) for _ in range(2))
 
     def step(engine: FSDPEngine) -> None:
         assert not engine.update([pack], lambda pack, outputs: -outputs.logprobs.sum(), 100.0, 0).skipped
