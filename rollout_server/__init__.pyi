@@ -1,6 +1,7 @@
 from .client.answer_builder import AnswerBuilder as AnswerBuilder
 from .client.client import RolloutClient as RolloutClient
 from .config import RolloutConfig as RolloutConfig
+from .engines.checkpoint import context_length as context_length
 from .engines.checkpoint import find_model as find_model
 from .engines.child import engine_logs as engine_logs
 from .engines.child import up_file as up_file

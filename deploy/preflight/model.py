@@ -18,6 +18,7 @@ from penstock.common.registry import nearest
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, skipped, warning
 from penstock.deploy.pretrained import PACKAGES
+from penstock.rollout_server import context_length
 
 INDEX = "model.safetensors.index.json"
 MOST_HEADER_BYTES = 100 << 20
@@ -227,13 +228,13 @@ def check_context(config: RunConfig) -> Check | None:
         declared = read_config(folder)
     except BadModelFiles:
         return None  # `check_model` says so
-    most, positions = declared.get("max_position_embeddings"), config.rollout.max_model_len
+    most, positions = context_length(declared), config.rollout.max_model_len
     scaling = declared.get("rope_scaling") or declared.get("rope_parameters") or {}
     # YaRN and its like: the engine works the length out.
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else "default"
-    if not isinstance(most, int) or positions <= most or kind != "default":
+    if positions <= most or kind != "default":
         return Check("context length", True, f"{positions} of {most} positions")
-    detail = f"rollout.max_model_len is {positions}, the model has {most} positions (max_position_embeddings)"
+    detail = f"rollout.max_model_len is {positions}, the model has {most} positions"
     fix = f"set rollout.max_model_len to {most} or less, or take a model with a longer context"
     if config.rollout.engine == "hf":
         return warning("context length", detail, fix)

@@ -28,7 +28,7 @@ from penstock.deploy.config import NO_TASKS, ConfigError, RunConfig
 from penstock.deploy.rehearsal import full_reward, rehearse_recipe, rows_of
 from penstock.deploy.sft.message_files import read_rows
 from penstock.deploy.sft.recorded import choose_recorded, recorded_segments
-from penstock.rollout_server import no_torch
+from penstock.rollout_server import context_length, no_torch
 from penstock.testing import EnvCheck
 from penstock.tools import close_tools, make_tools
 from penstock.trainer import write_conversations
@@ -202,7 +202,7 @@ def _short(
         with no_torch():
             from transformers import AutoConfig
 
-            limit = int(AutoConfig.from_pretrained(config.model).get_text_config().max_position_embeddings)
+            limit = context_length(AutoConfig.from_pretrained(config.model).get_text_config().to_dict())
     for segments in conversations:
         fitting = [one for one in segments if len(one.prompt_ids) + len(one.response_ids) <= limit]
         if len(fitting) < len(segments):

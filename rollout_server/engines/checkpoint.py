@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from penstock.rollout_server.import_without_torch import no_torch
 from penstock.rollout_server.protocol import EngineError
@@ -14,6 +15,14 @@ from penstock.weight_sync import Manifest, WeightsRefused
 
 Shapes = dict[str, tuple[int, ...]]
 _OUTPUT_HEAD = "lm_head.weight"
+_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len")
+
+
+def context_length(settings: Mapping[str, Any]) -> int:
+    """Return the longest row in tokens that a model takes, by its text's ``config.json``. 2²⁰ where it names none, as
+    of models that encode distances (Bloom) or carry a state: a bound of memory alone."""
+    lengths = (settings.get(name) for name in _CONTEXTS)
+    return next((length for length in lengths if isinstance(length, int) and length > 0), 1 << 20)
 
 
 def find_model(model: str) -> Path:

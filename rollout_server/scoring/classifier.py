@@ -7,6 +7,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from penstock.rollout_server.engines.checkpoint import context_length
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,7 +40,7 @@ class HuggingFaceClassifier:
         self._model = loaded.to(self._device).eval()
         self._label = _checked_label(label, loaded.config.num_labels)
         self._pad = _pad_id(self._tokenizer, loaded.config)
-        context = getattr(loaded.config, "max_position_embeddings", None) or 1 << 20
+        context = context_length(loaded.config.get_text_config().to_dict())
         self.max_tokens = min(context, max_tokens or context)
         # Classifiers on causal models look for the last token that is not padding, with the model's own padding id.
         loaded.config.pad_token_id = self._pad

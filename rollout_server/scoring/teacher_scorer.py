@@ -19,6 +19,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.rollout_server.engines.checkpoint import context_length
+
 logger = logging.getLogger(__name__)
 TILE = 512
 """Positions whose logits exist at a time."""
@@ -78,7 +80,7 @@ class TokenScorer:
         self._model = loaded.to(self._device).eval()
         config = loaded.config.get_text_config()
         self.vocabulary = int(loaded.get_input_embeddings().num_embeddings)
-        context = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+        context = context_length(config.to_dict())
         self.max_tokens = min(context, max_tokens or context)
         self._tiled = self._head_alone()
         logger.info("%s: up to %d tokens, logits %s", model, self.max_tokens, "in tiles" if self._tiled else "whole")

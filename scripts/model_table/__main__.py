@@ -24,18 +24,18 @@ def main(arguments: list[str]) -> int:
     asked = parser.parse_args(arguments)
     cells = read_cells(asked.page.read_text(encoding="utf-8")) if asked.page.is_file() else {}
     with tempfile.TemporaryDirectory() as models:
-        for kind, found in try_families(Path(models)).items():
-            cells.setdefault(kind, {}).update(found)
+        for name, found in try_families(Path(models)).items():
+            cells.setdefault(name, {}).update(found)
         for column in () if asked.cheap else BESIDE:
             try:
-                beside = found_beside(column, Path(models), [family.kind for family in FAMILIES])
+                beside = found_beside(column, Path(models), [family.name for family in FAMILIES])
             except Unavailable as error:
                 print(f"{column}: {error}", file=sys.stderr)
                 continue
-            for kind, cell in beside.items():
-                cells[kind][column] = cell
+            for name, cell in beside.items():
+                cells[name][column] = cell
     asked.page.write_text(render(cells), encoding="utf-8")
-    wrong = [f"{kind}: {cell}" for kind, found in cells.items() for cell in found.values() if "WRONG" in cell]
+    wrong = [f"{name}: {cell}" for name, found in cells.items() for cell in found.values() if "WRONG" in cell]
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 

@@ -25,13 +25,13 @@ class Unavailable(RuntimeError):
 
 
 def found_beside(column: str, models: Path, families: Sequence[str]) -> dict[str, str]:
-    """Family's kind → cell, without those that were not tried. `models`: as `try_families` leaves it. Raises
+    """Family's name → cell, without those that were not tried. `models`: as `try_families` leaves it. Raises
     `Unavailable`."""
     python = ROOT / BESIDE[column] / "bin/python"
     if not python.exists():
         raise Unavailable(f"no {BESIDE[column]}: scripts/setup --{column} or scripts/setup-{column} makes it")
     published = column != "megatron"  # that one reads what it was given, and is compared with it
-    folders = {str(models / kind / "published" if published else models / kind): kind for kind in families}
+    folders = {str(models / name / "published" if published else models / name): name for name in families}
     done = subprocess.run(
         [str(python), str(HERE / f"in_{column}.py"), *folders],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},

@@ -38,13 +38,16 @@ class Family:
     """Of the tiny model's configuration; also what the hub's ``config.json`` has for engines alone."""
     names: Sequence[str] = ()
     """Tensors of its files on the hub, one of each kind."""
+    lacks: Sequence[str] = ()
+    """Settings of `SHAPE` that its configuration does not have."""
 
     def config(self, **changes: Any) -> Any:
         """transformers' configuration of the tiny model."""
         import transformers
 
         made = getattr(transformers, f"{self.kind}TextConfig", None) or getattr(transformers, f"{self.kind}Config")
-        return made(**{**SHAPE, **self.changes, **changes})
+        shape = {name: value for name, value in SHAPE.items() if name not in self.lacks}
+        return made(**{**shape, **self.changes, **changes})
 
     def save(self, folder: Any) -> str:
         """`folder`, holding the tiny model in float32; always the same weights."""
@@ -89,6 +92,10 @@ ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 NORMS = _layer(0, "input_layernorm", "post_attention_layernorm")
 TIED = ENDS[:2]
 PLAIN = (*ENDS, *NORMS, *_qkvo(), *_mlp())
+PHI3 = (
+    *(*ENDS, *NORMS),
+    *_layer(0, "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+)
 DELTA_SIZES = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -135,6 +142,20 @@ MAMBA_SIZES = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 16,
 }
+
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "short_mscale": 1.0,
+        "long_mscale": 1.2,
+    },
+    "original_max_position_embeddings": 16,
+}
+NO_POSITIONS = ("max_position_embeddings",)
 
 
 def _mamba(place: str) -> tuple[str, ...]:
@@ -190,12 +211,30 @@ FAMILIES: Sequence[Family] = (
         (*TIED, *_qkvo(0, "self_attn.q_norm", "self_attn.k_norm"), *_mlp(), *NORMS),
     ),
     Family(
-        "Phi-4",
-        "Phi3",
-        names=(
-            *ENDS,
-            *NORMS,
-            *_layer(0, "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
+        "Gemma 4",
+        "Gemma4",
+        {
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 64,
+            "num_kv_shared_layers": 0,
+        },
+        (
+            *(*TIED, *_qkvo(0, "self_attn.q_norm", "self_attn.k_norm"), *_mlp(), *NORMS),
+            *_layer(0, "per_layer_input_gate", "per_layer_projection"),
+        ),
+    ),
+    Family("Phi-4", "Phi3", names=PHI3),
+    Family("Phi-3.5, Phi-4-mini", "Phi3", LONGROPE, PHI3),
+    Family(
+        "Phi-3.5-MoE",
+        "Phimoe",
+        {**LONGROPE, "num_local_experts": 4},
+        (
+            *(*ENDS, *NORMS, *_qkvo(), *_layer(0, "block_sparse_moe.gate")),
+            *_layer(0, *(f"block_sparse_moe.experts.3.w{one}" for one in "123")),
         ),
     ),
     Family(
@@ -331,4 +370,49 @@ FAMILIES: Sequence[Family] = (
             *_layer(1, "self_attn.q_layernorm", "self_attn.k_layernorm"),
         ),
     ),
+    Family(
+        "Zamba 2",
+        "Zamba2",
+        {
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+            **{"num_hidden_layers": 3, "num_key_value_heads": 4, "adapter_rank": 4},
+            **{"mamba_d_state": 8, "n_mamba_heads": 4, "chunk_size": 16},
+        },
+        (
+            *("model.embed_tokens.weight", "model.final_layernorm.weight", "model.layers.0.mamba.A_log"),
+            *_layer(1, "linear", "mamba_decoder.mamba.in_proj", "shared_transformer.feed_forward.gate_up_proj"),
+            *_layer(1, *(f"shared_transformer.self_attn.{one}_proj" for one in "qkvo")),
+        ),
+    ),
+    Family(
+        "RecurrentGemma",
+        "RecurrentGemma",
+        {"attention_window_size": 16, "block_types": ["recurrent", "attention"], "lru_width": 32},
+        (
+            *("model.embed_tokens.weight", "model.final_norm.weight"),
+            "model.layers.0.temporal_block.rg_lru.recurrent_param",
+            *_layer(0, "temporal_block.linear_x", "temporal_block.conv_1d", "mlp_block.gate_proj", "channel_pre_norm"),
+            *_layer(1, *(f"temporal_block.{one}_proj" for one in "qkvo")),
+        ),
+        NO_POSITIONS,
+    ),
+    Family(
+        "Doge",
+        "Doge",
+        {"keep_window_size": 16},
+        (*TIED, *_qkvo(0, "self_attn.dt_proj"), "model.layers.0.self_attn.A", *_mlp(), *NORMS),
+    ),
+    Family(
+        "MPT",
+        "Mpt",
+        {"max_seq_len": 256, "d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2},
+        (
+            "transformer.wte.weight",
+            *_layer(
+                0, "attn.Wqkv", "attn.out_proj", "ffn.up_proj", "ffn.down_proj", "norm_1", root="transformer.blocks"
+            ),
+        ),
+        (*NO_POSITIONS, "hidden_size", "num_attention_heads", "num_hidden_layers"),
+    ),
+    Family("Bloom", "Bloom", lacks=NO_POSITIONS),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -42,7 +43,8 @@ def _found(folder: str, ranks: Any) -> str:
     try:
         engine = MegatronEngine(folder, TrainerConfig(engine="megatron"), ranks)
     except BadJob as error:
-        return f"refused: {str(error).replace(folder, 'the model').split('; ')[0]}"
+        why = str(error).replace(folder, "the model").split("; ")[0]
+        return "refused: " + re.sub(r"the model is of type \w+, which (mbridge does not convert)", r"\1 its type", why)
     return _compared(engine, folder)
 
 

@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
+from typing import Any
 
 from scripts.model_table.families import FAMILIES
 
 COLUMNS: Mapping[str, str] = {
-    "trains": "trains",
-    "publishes": "publishes",
+    "trains": "rows",
+    "publishes": "published",
     "lora": "LoRA",
     "vllm": "vLLM",
     "sglang": "SGLang",
-    "megatron": "`trainer.engine: megatron`",
+    "megatron": "megatron",
 }
 CHEAP = ("trains", "publishes", "lora")
 """Columns that a default test fills anew."""
 UNKNOWN = "–"
 TEXT = Path(__file__).with_name("models.md")
 """The page but for its table."""
+WIDTH = 100
+WHOLE_WORDS: Mapping[str, Any] = {
+    "subsequent_indent": "  ",
+    "break_long_words": False,
+    "break_on_hyphens": False,
+}
+NOTE = re.compile(r"^- \[(\d+)\] (.*(?:\n  .*)*)", re.MULTILINE)
+CITED = re.compile(r" \[(\d+)\]$")
 
 
 def render(cells: Mapping[str, Mapping[str, str]]) -> str:
-    """`cells`: by the family's kind and column."""
+    """`cells`: by the family's name and column. What follows a colon becomes a numbered note below the table."""
     head = ["family", *COLUMNS.values()]
-    lines = [_line(head), _line(["---"] * len(head))]
+    lines, notes = [_line(head), _line(["---"] * len(head))], dict[str, int]()
     for family in FAMILIES:
-        found = cells.get(family.kind, {})
-        lines.append(_line([family.name, *(found.get(column, UNKNOWN) for column in COLUMNS)]))
-    return TEXT.read_text(encoding="utf-8").format(table="\n".join(lines))
+        found = cells.get(family.name, {})
+        texts = [found.get(column, UNKNOWN).partition(": ") for column in COLUMNS]
+        short = [text + (f" [{notes.setdefault(note, len(notes) + 1)}]" if note else "") for text, _, note in texts]
+        lines.append(_line([family.name, *short]))
+    wrapped = [fill(f"- [{number}] {note}", WIDTH, **WHOLE_WORDS) for note, number in notes.items()]
+    return TEXT.read_text(encoding="utf-8").format(table="\n".join(lines), notes="\n".join(wrapped))
 
 
 def read_cells(page: str) -> dict[str, dict[str, str]]:
@@ -37,8 +51,10 @@ def read_cells(page: str) -> dict[str, dict[str, str]]:
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line[:1] == "|"]
     if not rows or rows[0][1:] != list(COLUMNS.values()):
         return {}
-    kinds = {family.name: family.kind for family in FAMILIES}
-    return {kinds[name]: dict(zip(COLUMNS, cells, strict=True)) for name, *cells in rows[2:] if name in kinds}
+    notes = {number: " ".join(note.split()) for number, note in NOTE.findall(page)}
+    names = {family.name for family in FAMILIES}
+    whole = {name: [CITED.sub(lambda cited: f": {notes[cited[1]]}", cell) for cell in cells] for name, *cells in rows}
+    return {name: dict(zip(COLUMNS, cells, strict=True)) for name, cells in whole.items() if name in names}
 
 
 def _line(cells: list[str]) -> str:

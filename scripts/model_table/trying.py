@@ -23,20 +23,20 @@ from penstock.trainer import BadJob, Pack, Ranks, TrainerConfig
 from penstock.trainer.batch import Row, number_tokens
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.engines.fsdp.rows import RowPlan
-from penstock.trainer.packing import join_rows
+from penstock.trainer.packing import RowLayout, join_rows
 
 SAME = 2e-4
 """Largest difference of a logprob, and of a gradient over the largest of its parameter or 1: ten times what float32
 makes of the families on the slowest kernels of a CPU. Rows that reach each other differ by much more."""
 LENGTHS = (37, 5, 70, 41, 23)
-ON_THE_HUB = "as on the hub"
+ON_THE_HUB = "yes"
 
 
 def try_families(models: Path) -> dict[str, dict[str, str]]:
-    """The cells of all families by kind. Each is left in a folder of `models` that has its kind as name."""
+    """The cells of all families by name. Each is left in a folder of `models` that has this name."""
     ranks = Ranks.open(timeout_s=60)
     try:
-        return {family.kind: try_family(family, models / family.kind, ranks) for family in FAMILIES}
+        return {family.name: try_family(family, models / family.name, ranks) for family in FAMILIES}
     finally:
         ranks.close()
 
@@ -115,8 +115,8 @@ def _trains(engine: FSDPEngine, model: str) -> str:
 
 def described(rows: RowPlan) -> str:
     if rows.unpacked_because:
-        return f"unpacked, {rows.layout.value}: {rows.unpacked_because}"
-    return f"packed, `{rows.mixers}` row by row" if rows.row_by_row else "packed"
+        return f"{'padded' if rows.layout is RowLayout.PADDED else 'one by one'}: {rows.unpacked_because}"
+    return f"row by row: `{rows.mixers}`" if rows.row_by_row else "packed"
 
 
 def _publishes(engine: FSDPEngine, family: Family, folder: Path) -> str:
@@ -156,16 +156,16 @@ def _lora(model: str, ranks: Ranks) -> str:
     targets = {name.removesuffix(".lora_A.weight") for name, _ in engine.adapter_weights() if ".lora_A." in name}
     if not changed or len(changed) > len(targets):
         return f"WRONG: {len(changed)} tensors of {len(targets)} change"
-    return " but ".join(["all linear layers", *_left_out(engine, targets)])
+    left_out = _left_out(engine, targets)
+    return f"not all: {left_out}" if left_out else "all"
 
 
-def _left_out(engine: FSDPEngine, targets: set[str]) -> list[str]:
-    """[] or one text: what gets no low-rank matrices, the output head aside."""
+def _left_out(engine: FSDPEngine, targets: set[str]) -> str:
+    """What gets no low-rank matrices, the output head aside."""
     model = engine.policy.model
     head = model.get_output_embeddings()
     linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head}
     reached = {name.rpartition(".")[2] for name in targets}
     own = {name.removesuffix(".base_layer").rpartition(".")[2] for name in linear if ".lora_" not in name}
     experts = ["the experts"] * any("experts" in name for name, _ in model.named_parameters())
-    left = [*experts, *(f"`{name}`" for name in sorted(own - reached))]
-    return [", ".join(left)] if left else []
+    return ", ".join([*experts, *(f"`{name}`" for name in sorted(own - reached))])

@@ -14,12 +14,12 @@ pytestmark = pytest.mark.torch
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
 HINT = "run: python -m scripts.model_table"
-KINDS = [family.kind for family in FAMILIES]
+NAMES = [family.name for family in FAMILIES]
 
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, str]]]:
-    """(the folder of the models, the cheap cells by kind)"""
+    """(the folder of the models, the cheap cells by name)"""
     folder = tmp_path_factory.mktemp("models")
     return folder, try_families(folder)
 
@@ -39,19 +39,19 @@ def test_every_cell_is_filled_and_none_is_wrong() -> None:
 def test_the_trainer_does_what_the_page_says(tried: tuple[Path, dict[str, dict[str, str]]]) -> None:
     """Exactness is in the cells: one that differs by more than `SAME` says so, on any CPU."""
     page = read_cells(PAGE.read_text())
-    assert {kind: {column: page[kind][column] for column in CHEAP} for kind in KINDS} == tried[1], HINT
+    assert {name: {column: page[name][column] for column in CHEAP} for name in NAMES} == tried[1], HINT
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("column", BESIDE)
 def test_other_environments_do_what_the_page_says(column: str, tried: tuple[Path, dict[str, dict[str, str]]]) -> None:
     try:
-        found = found_beside(column, tried[0], KINDS)
+        found = found_beside(column, tried[0], NAMES)
     except Unavailable as error:
         if "ended" in str(error):
             raise
         pytest.skip(str(error))
     page = read_cells(PAGE.read_text())
-    assert {kind: page[kind][column] for kind in found if len(page[kind][column]) > 1} == {
-        kind: cell for kind, cell in found.items() if len(page[kind][column]) > 1
+    assert {name: page[name][column] for name in found if len(page[name][column]) > 1} == {
+        name: cell for name, cell in found.items() if len(page[name][column]) > 1
     }, HINT

@@ -93,6 +93,9 @@ class HubNames:
             ours, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
             if ours not in state and name in state:
                 ours, pattern = name, None
+            if pattern is not None and len(by_pattern[pattern].target_patterns) > 1:
+                parameters = ", ".join(by_pattern[pattern].target_patterns)
+                raise UnmappedTensors(f"tensor {name} of its files is several parameters of the model: {parameters}")
             if ours in state:
                 stored_by_name.setdefault(ours, []).append((name, pattern))
             else:
@@ -172,12 +175,7 @@ class HubNames:
         for stored, pattern in zip(parts.names, parts.patterns, strict=True):
             if stored in tensors:
                 converter.add_tensor(name, stored, pattern, tensors[stored])
-        converted = converter.convert(name, config=self._reverse.config)
-        if converted.keys() != {name}:
-            raise UnmappedTensors(
-                f"tensor {parts.names[0]} belongs to several parameters: {', '.join(sorted(converted))}"
-            )
-        value = converted[name]
+        value = converter.convert(name, config=self._reverse.config)[name]
         whole: torch.Tensor = value[0] if isinstance(value, list) else value
         return whole
 

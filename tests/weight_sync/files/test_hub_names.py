@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file
-from tests.tiny_model import save_tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from tests.tiny_model import SHAPE, save_tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, HrmTextConfig, HrmTextForCausalLM
 
 from penstock.weight_sync import HubNames, UnmappedTensors
 
@@ -158,14 +158,9 @@ def test_two_tensors_of_one_parameter_are_refused(mixture: tuple[Any, dict[str, 
         HubNames.of(mixture[0], mixture[1].keys() | {norm})
 
 
-def test_tensor_of_several_parameters_is_refused(
-    mixture: tuple[Any, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers.core_model_loading import WeightConverter
-
-    shell, stored = mixture
-    names, name = HubNames.of(shell, stored), f"{LAYER}.mlp.experts.down_proj"
-    monkeypatch.setattr(WeightConverter, "convert", lambda *_of, **_settings: {name: None, "another": None})
-    first = rf"{LAYER}\.mlp\.experts\.0\.down_proj\.weight"
-    with pytest.raises(UnmappedTensors, match=rf"{first} belongs to several parameters: another, {name}"):
-        names.join(name, stored)
+def test_tensor_of_several_parameters_is_refused() -> None:
+    """Not called a lack of the files, which are whole."""
+    with torch.device("meta"):
+        model = HrmTextForCausalLM(HrmTextConfig(**SHAPE))
+    with pytest.raises(UnmappedTensors, match=r"gate_up_proj\.weight of its files is several parameters .*up_proj"):
+        HubNames.of(model)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from penstock.rollout_server import context_length
 from penstock.trainer.advantages import ADVANTAGES, needs_of
 from penstock.trainer.batch import ModelLimits
 from penstock.trainer.config import TrainerConfig, learning_rate
@@ -68,7 +69,7 @@ class FSDPEngine:
             raise no_replay(self.policy.unrouted_because)
         settings, vision = self.policy.model.config.get_text_config(), self.policy.vision
         self.limits = ModelLimits(
-            settings.max_position_embeddings,
+            context_length(settings.to_dict()),
             settings.vocab_size,
             settings.hidden_size,
             self.policy.routers.mixtures if routing_replay and self.policy.routers else None,

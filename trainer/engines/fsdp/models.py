@@ -35,7 +35,8 @@ from penstock.trainer.config import TrainerConfig
 from penstock.trainer.data.images import sees_images
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart, whole_part
 from penstock.trainer.engines.fsdp.lora import Adapter
-from penstock.trainer.engines.fsdp.rows import first_sentence, run_rows
+from penstock.trainer.engines.fsdp.row_choice import first_sentence
+from penstock.trainer.engines.fsdp.rows import run_rows
 from penstock.trainer.engines.fsdp.shell import ModelShell, NeedsWholeModel, names_of, open_shell
 from penstock.trainer.engines.fsdp.traits import Traits, body_of, find_traits
 from penstock.trainer.engines.fsdp.vision import Vision

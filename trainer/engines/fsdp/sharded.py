@@ -215,7 +215,7 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     if on_host:
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
     blocks = _blocks(module)
-    for block in blocks:
+    for block in reversed(_without_shared(blocks, module)):  # those inside another block (Zamba 2) before it
         fully_shard(block, **arguments)
     fully_shard(module, **arguments)
     if shell is not None:
@@ -258,6 +258,14 @@ def _blocks(module: Any) -> list[Any]:
     """The decoder layers: the modules that the model itself says must not be split."""
     names = set(getattr(module.model, "_no_split_modules", None) or ())
     return [part for part in module.modules() if type(part).__name__ in names]
+
+
+def _without_shared(blocks: list[Any], module: nn.Module) -> list[Any]:
+    """The blocks that share no parameter with another part of `module`: a shared one (Zamba 2) must be in one group of
+    FSDP alone, that of the whole module."""
+    parts = (part.named_parameters(remove_duplicate=False) for part in (module, *blocks))
+    uses, *own = (Counter(parameter for _, parameter in named) for named in parts)
+    return [block for block, mine in zip(blocks, own, strict=True) if mine.items() <= uses.items()]
 
 
 class Mesh:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from penstock.trainer.engines.fsdp.rows import first_sentence
+from penstock.trainer.engines.fsdp.row_choice import first_sentence
 from penstock.trainer.engines.fsdp.small_copy import NoCopy, small_copy
 from penstock.trainer.engines.fsdp.tensor_files import TensorFiles, weight_files
 from penstock.trainer.engines.fsdp.traits import Traits, find_traits

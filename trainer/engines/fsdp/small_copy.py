@@ -1,4 +1,5 @@
-"""A small copy of a model, with random weights: one layer of each kind, thin MLPs, few experts and words.
+"""A small copy of a model, with random weights: one layer of each kind (two if they share parameters), thin MLPs, few
+experts and words.
 
 Attention keeps its widths in the copy; nothing else moves numbers from one row to another. So it shows how the model
 computes, at a small part of its memory.
@@ -12,11 +13,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock.trainer.engines.fsdp.rows import FIRST_ROW, first_sentence
+from penstock.trainer.engines.fsdp.row_choice import FIRST_ROW, first_sentence, places_of_lengths
 
 MOST_PARAMETERS = 1 << 29
 """Of a copy."""
 SMALL = {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+SMALL_LENGTH = 16
+"""The most of a length in tokens from which on the model computes otherwise (`rows.LENGTHS`)."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 PLACES = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")
 """Settings that list layers by number."""
@@ -32,9 +35,10 @@ def small_copy(config: Any) -> PreTrainedModel:
     """Return a small copy in float32 on the host, with attention `eager`. `config` is not changed. Raises `NoCopy`."""
     whole, config = config, copy.deepcopy(config)
     try:
-        _make_small(config.get_text_config())
         with torch.device("meta"):
-            shape, model = (AutoModelForCausalLM.from_config(one) for one in (config, whole))
+            model = AutoModelForCausalLM.from_config(whole)
+            _make_small(config.get_text_config(), of_each=2 if _shares_layers(model) else 1)
+            shape = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # a model's own code may raise anything
         raise NoCopy(f"no small copy of it can be made: {first_sentence(error)}") from error
     if lacking := _kinds(model) - _kinds(shape):
@@ -78,11 +82,17 @@ def _kinds(model: PreTrainedModel) -> set[str]:
     return {type(module).__name__ for module in model.modules()}
 
 
-def _make_small(config: Any) -> None:
-    """Change the model in place."""
+def _shares_layers(model: PreTrainedModel) -> bool:
+    """Return True if layers share parameters, which two layers of one kind show."""
+    everywhere, once = (len(list(model.named_parameters(remove_duplicate=one))) for one in (False, True))
+    return everywhere > once + 1  # the head may be the embedding
+
+
+def _make_small(config: Any, of_each: int) -> None:
+    """Change the configuration in place, to `of_each` layers of each kind at most."""
     layers = config.num_hidden_layers
     kinds = _kinds_of_layers(config, layers)
-    layer_indices = sorted({kinds.index(kind) for kind in kinds})
+    layer_indices = [layer for layer, kind in enumerate(kinds) if kinds[:layer].count(kind) < of_each]
     for name, of_layers in _lists(config, layers).items():
         if name in config.to_dict():
             setattr(config, name, [of_layers[index] for index in layer_indices])
@@ -94,6 +104,8 @@ def _make_small(config: Any) -> None:
     for name, value in SMALL.items():
         if isinstance(getattr(config, name, None), int | float):
             setattr(config, name, value)
+    for owner, name in places_of_lengths(vars(config)):
+        owner[name] = min(owner[name], SMALL_LENGTH)
     # Smaller weights would hide a difference in the logits, larger ones would show float32's rounding.
     config.initializer_range = config.hidden_size**-0.5
     chosen = max(getattr(config, "num_experts_per_tok", None) or 1, getattr(config, "n_group", None) or 1)

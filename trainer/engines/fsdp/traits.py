@@ -16,16 +16,19 @@ from transformers import PreTrainedModel
 
 from penstock.rollout_server import TRIED, NoRouters, Routers
 from penstock.trainer.engines.fsdp.mixers import mixers_of
-from penstock.trainer.engines.fsdp.rows import (
+from penstock.trainer.engines.fsdp.row_choice import (
     FIRST_ROW,
-    RowPlan,
+    MOST_TRIED,
     TrialRows,
     choose_rows,
     keeps_shared_prompts,
-    run_rows,
+    lengths_of,
 )
+from penstock.trainer.engines.fsdp.rows import RowPlan, run_rows
+from penstock.trainer.engines.fsdp.small_copy import NoCopy, small_copy
 from penstock.trainer.engines.fsdp.vision import Vision
 from penstock.trainer.logprobs import Head
+from penstock.trainer.packing import RowLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ def find_traits(model: PreTrainedModel, vision: Vision | None = None) -> Traits:
     module: nn.Module = model
     module.to(device)  # kernels of layers with a state compute on GPUs alone
     try:
-        rows = choose_rows(model, vision)
+        rows = choose_rows(model, vision, _plan_of_copy(model))
         if vision is not None:
             return Traits(
                 rows, _head_of(model, rows), shares_prompts=False, unrouted_because="a model that sees images"
@@ -55,6 +58,20 @@ def find_traits(model: PreTrainedModel, vision: Vision | None = None) -> Traits:
         return Traits(rows, _head_of(model, rows), keeps_shared_prompts(model, rows), _unrouted_because(model, rows))
     finally:
         module.to("cpu")
+
+
+def _plan_of_copy(model: PreTrainedModel) -> RowPlan | None:
+    """Return the plan of a small copy for a model with lengths that it is not tried on itself; one by one where there
+    is no copy. None without such lengths."""
+    if max(lengths_of(model).values(), default=0) <= MOST_TRIED:
+        return None
+    try:
+        return choose_rows(small_copy(model.config.get_text_config()))
+    except NoCopy as error:
+        if hasattr(model.config, "vision_config"):  # its rows are not computed one by one
+            return None
+        because = f"rows longer than its {', '.join(sorted(lengths_of(model)))} cannot be tried: {error}"
+        return RowPlan(RowLayout.ALONE, "", unpacked_because=because)
 
 
 def _unrouted_because(model: PreTrainedModel, rows: RowPlan) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import transformers
 from scripts.model_table import FAMILIES, SAME, Family, gaps, tiny_rows
 from tests.tiny_model import SHAPE
 
-from penstock.trainer import Ranks, TrainerConfig, pack_rows
+from penstock.trainer import BadJob, Ranks, TrainerConfig, pack_rows
 from penstock.trainer.engines.fsdp import FSDPEngine, load_policy
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel
 from penstock.trainer.engines.fsdp.trial import Trial, try_copy
@@ -60,42 +61,60 @@ def test_a_state_that_leaks_is_found_and_its_rows_are_padded(
     assert max(gaps(policy, str(tmp_path))) <= SAME
 
 
-LONGROPE = {
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 16,
-        "short_factor": [1.0] * 4,
-        "long_factor": [3.0] * 4,
-        "short_mscale": 1.0,
-        "long_mscale": 1.2,
-    },
-    "original_max_position_embeddings": 16,
-}
-WHOLE_CALL = [
-    (Family("Phi-4-mini", "Phi3", LONGROPE), RowLayout.ALONE),
-    (Family("Phi-3.5-MoE", "Phimoe", {**LONGROPE, "num_local_experts": 4}), RowLayout.ALONE),
-    (Family("Doge", "Doge", {"keep_window_size": 16}), RowLayout.PADDED),
-]
+@pytest.mark.parametrize(
+    ("kind", "context"), [("Zamba2", 256), ("Mpt", 256), ("RecurrentGemma", 1 << 20), ("Bloom", 1 << 20)]
+)
+def test_what_passes_the_trial_trains(tmp_path: Path, ranks: Ranks, kind: str, context: int) -> None:
+    """Zamba 2 shares parameters between layers; the others name no longest position, or by another name."""
+    model = BY_KIND[kind].save(tmp_path)
+    assert not try_copy(model, ranks).skipped
+    engine = FSDPEngine(model, TrainerConfig(dtype="float32"), ranks)
+    assert engine.limits.context == context
+    assert max(gaps(engine.policy, model)) <= SAME
 
 
-@pytest.mark.parametrize(("family", "layout"), WHOLE_CALL, ids=[family.kind for family, _ in WHOLE_CALL])
-def test_what_a_model_decides_from_the_whole_call_is_decided_for_each_row(
-    tmp_path: Path, family: Family, layout: RowLayout
+def test_a_model_that_cannot_be_published_is_refused_before_the_run(tmp_path: Path, ranks: Ranks) -> None:
+    model = Family("HRM-Text", "HrmText").save(tmp_path)
+    for start in (partial(try_copy, model), partial(FSDPEngine, model, TrainerConfig())):
+        with pytest.raises(BadJob, match=rf"^{model}: tensor \S+ of its files is several parameters of the model: "):
+            start(ranks)
+
+
+def test_an_engine_that_fails_on_a_small_copy_refuses_the_model(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows on both sides of the length from which it computes otherwise, longer than those that are tried."""
-    policy = load_policy(family.save(tmp_path), 1.0)
-    assert max(gaps(policy, str(tmp_path))) <= SAME
-    assert policy.rows.layout is layout
+    """As zamba2 would if each layer's parameters were sharded by themselves."""
+    monkeypatch.setattr(f"{INSIDE}.sharded._without_shared", lambda blocks, _: blocks)
+    with pytest.raises(BadJob, match=r"^Zamba2ForCausalLM cannot be trained by trainer\.engine fsdp: .*shared"):
+        try_copy(BY_KIND["Zamba2"].save(tmp_path), ranks)
+
+
+@pytest.mark.parametrize("window", [16, 4096])
+def test_what_a_model_decides_from_the_whole_call_is_decided_for_each_row(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """A model that computes otherwise once a row of its call is longer than a length of its settings: also where that
+    is longer than the rows that are tried."""
+    rotary = transformers.models.mistral.modeling_mistral.MistralRotaryEmbedding
+    original = rotary.forward
+
+    def forward(self: Any, x: Any, position_ids: Any) -> Any:
+        cos, sin = original(self, x, position_ids)
+        return (cos, sin) if position_ids.max() < self.config.sliding_window else (cos * 1.2, sin * 1.2)
+
+    monkeypatch.setattr(rotary, "forward", forward)
+    model = replace(BY_KIND["Mistral"], changes={"sliding_window": window}).save(tmp_path)
+    policy, engine = load_policy(model, 1.0), FSDPEngine(model, TrainerConfig(), ranks)
+    assert policy.rows.layout is engine.row_layout is RowLayout.ALONE
+    assert "some of them longer than its sliding_window" in policy.rows.unpacked_because
+    assert max(gaps(policy, model)) <= SAME
 
 
 @pytest.mark.parametrize("global_head_dim", [8, 16])
 def test_gemma_4_trains_with_heads_of_several_sizes(tmp_path: Path, ranks: Ranks, global_head_dim: int) -> None:
     """Layers without a window have heads of their own size; the engine starts, its rows are exact, its weights learn.
     Attention is counted by the size of each layer's heads."""
-    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0}
-    family = Family("Gemma 4", "Gemma4", {**layers, **inputs, "global_head_dim": global_head_dim})
+    family = replace(BY_KIND["Gemma4"], changes={**BY_KIND["Gemma4"].changes, "global_head_dim": global_head_dim})
     engine = FSDPEngine(family.save(tmp_path), TrainerConfig(lr=1e-3, dtype="float32"), ranks)
     assert max(gaps(engine.policy, str(tmp_path))) <= SAME
     assert engine.flops is not None
@@ -107,13 +126,13 @@ def test_gemma_4_trains_with_heads_of_several_sizes(tmp_path: Path, ranks: Ranks
 
 @pytest.mark.parametrize("kind", ["Qwen3Next", "GptOss"])
 def test_rows_one_by_one_are_the_last_resort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    original = import_module(f"{INSIDE}.rows").TrialRows.by
+    original = import_module(f"{INSIDE}.row_choice").TrialRows.by
 
     def by(probe: Any, plan: Any) -> Any:
         found = original(probe, plan)
         return found if plan.layout is RowLayout.ALONE else found + 1
 
-    monkeypatch.setattr(f"{INSIDE}.rows.TrialRows.by", by)
+    monkeypatch.setattr(f"{INSIDE}.row_choice.TrialRows.by", by)
     policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
     assert policy.rows.layout is RowLayout.ALONE
     assert "rows one by one (" in str(policy.rows)
@@ -226,11 +245,13 @@ CHOSEN = {
         ("DeepseekV32", CHOSEN, "index_topk"),
     ],
 )
-def test_of_a_large_model_a_small_copy_is_tried(tmp_path: Path, kind: str, changes: dict[str, Any], why: str) -> None:
+def test_of_a_large_model_a_small_copy_is_tried(
+    tmp_path: Path, ranks: Ranks, kind: str, changes: dict[str, Any], why: str
+) -> None:
     """It has each kind of layer; the pad token lies beyond the copy's words."""
     config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
     config(**{**SMALL_HEADS, **changes}, pad_token_id=151_643).save_pretrained(tmp_path)
-    found = try_copy(str(tmp_path))
+    found = try_copy(str(tmp_path), ranks)
     assert replace(found, unpacked_because="") == Trial(copied=True)
     assert why in found.unpacked_because
     assert bool(found.unpacked_because) == bool(why)
