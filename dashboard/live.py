@@ -80,8 +80,6 @@ def rollout_idle(files: RunFiles, rows: Sequence[Mapping[str, Any]], status: Map
 
 
 FRESH_S = 0.5
-UPDATES_S = 10.0
-"""Weight updates are asked for less often than the rest: a long run has thousands."""
 DEADLINE_S = 5.0
 
 
@@ -138,7 +136,8 @@ class Pulse:
             async with asyncio.timeout(DEADLINE_S):
                 queue = await self.queue(run)
                 status, servers = await queue.status(), await queue.servers()
-                if time.monotonic() - beat.updates_at > UPDATES_S or not beat.updates:
+                # Weight updates are asked for less often than the rest: a long run has thousands.
+                if time.monotonic() - beat.updates_at > 10.0 or not beat.updates:
                     beat.updates, beat.updates_at = _summary_of(await queue.updates()), time.monotonic()
         except TimeoutError:
             return {"alive": False, "cause": f"the queue did not answer within {DEADLINE_S:g} s"}

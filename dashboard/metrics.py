@@ -26,11 +26,6 @@ from penstock.dashboard.jsonable import plain
 
 Row = dict[str, Any]
 HISTOGRAM = "staleness_tokens"
-BUBBLE = "bubble"
-LONGEST_LINE = 1 << 16
-"""Bytes."""
-LOOK_BACK = 200
-"""Rows in which the names of columns are looked for."""
 
 
 class MetricsFile:
@@ -51,7 +46,7 @@ class MetricsFile:
             for row in new:
                 wall_s, wait_s = row.get("wall_s"), row.get("wait_s")
                 if wall_s and wait_s is not None:
-                    row[BUBBLE] = wait_s / wall_s  # the share of the step in which there was nothing to train on
+                    row["bubble"] = wait_s / wall_s  # the share of the step in which there was nothing to train on
                 self._rows[int(row["step"])] = row
             return [self._rows[step] for step in sorted(self._rows)]
 
@@ -61,7 +56,7 @@ def newest_row(path: Path) -> Row | None:
     if not path.exists():
         return None
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LONGEST_LINE))
+        file.seek(max(0, path.stat().st_size - (1 << 16)))
         lines = file.read().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith(b"\n")]
     row: Row | None = json.loads(whole[-1]) if whole else None
@@ -70,7 +65,8 @@ def newest_row(path: Path) -> Row | None:
 
 def column_names(rows: Sequence[Row]) -> list[str]:
     """Every name that holds numbers, sorted; without the step itself."""
-    names = {name for row in [*rows[:1], *rows[-LOOK_BACK:]] for name, value in row.items() if _is_number(value)}
+    # Rows in which the names of columns are looked for.
+    names = {name for row in [*rows[:1], *rows[-200:]] for name, value in row.items() if _is_number(value)}
     return sorted(names - {"step"})
 
 
@@ -150,14 +146,10 @@ def advise(rows: Sequence[Mapping[str, Any]], rollout_idle: float | None, device
     return Split(len(recent), bubble, rollout_idle, share, _words(bubble, rollout_idle, share, devices), warning)
 
 
-FLAT_STEPS = 3
-"""Steps in a row whose rewards are all equal before a warning."""
 FLAT = 1e-6
 """Standard deviation of rewards below which they are equal: sums of squares are rounded."""
 
 
-MANY_FAILED = 0.1
-"""Share of attempts at episodes; more failures than this choose what the model learns from."""
 FALL_STEPS = 5
 """Steps whose mean reward is compared with the best mean of as many steps."""
 
@@ -179,7 +171,8 @@ def _lost_attempts(rows: Sequence[Mapping[str, Any]]) -> str:
     recent = rows[-FALL_STEPS:]
     failed = sum(row.get("attempts_failed", 0) for row in recent)
     attempts = failed + sum(row.get("episodes", 0) for row in recent)
-    if failed <= MANY_FAILED * attempts:
+    # Share of attempts at episodes; more failures than this choose what the model learns from.
+    if failed <= 0.1 * attempts:
         return ""
     causes: Counter[str] = Counter()
     for row in recent:
@@ -213,7 +206,7 @@ def _flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
         if row.get("reward_std", 1.0) > FLAT:
             break
         flat.append(row)
-    if len(flat) < FLAT_STEPS:
+    if len(flat) < 3:  # steps in a row whose rewards are all equal before a warning
         return ""
     zero = all(abs(row["reward"]) <= FLAT for row in flat)
     faults: Counter[str] = Counter()

@@ -73,8 +73,6 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
     return router
 
 
-REFRESH_S = 0.4
-"""Time per answer for reading new step files; the page asks again while some are left."""
 Points = Annotated[int, Query(ge=10, le=2000)]
 IMAGE_KINDS = {
     "image/png": b"\x89PNG",
@@ -143,7 +141,8 @@ def _add_trajectories(router: APIRouter, folders: RunFolders) -> None:
         """One page of those that match; ``pending`` step files are not read yet; ``trained`` episodes there were."""
         files = folders.run(run)
         index = files.index
-        pending = index.refresh(REFRESH_S)
+        # Time per answer for reading new step files; the page asks again while some are left.
+        pending = index.refresh(0.4)
         query = TrajectoryQuery(**page.model_dump(exclude={"offset", "limit"}))
         total, rows = index.page(query, page.offset, page.limit)
         trained = sum(row.get("episodes", 0) for row in files.metrics.rows())

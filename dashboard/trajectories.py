@@ -168,7 +168,6 @@ def _parser(name: str) -> ToolCallParser | None:
 logger = logging.getLogger(__name__)
 SHAPE = 1
 """Version of the tables; another number makes the index anew."""
-STEP_FILE = re.compile(r"step_\d+\.jsonl")
 NAMES = ", ".join(COLUMNS)
 TABLES = f"""
 CREATE TABLE files(name TEXT PRIMARY KEY, mark TEXT NOT NULL) WITHOUT ROWID;
@@ -301,7 +300,7 @@ def _marks(folder: Path) -> dict[str, str]:
     """Step files by name, each with what changes when it is written again."""
     marks = {}
     for path in folder.glob("step_*.jsonl"):
-        if STEP_FILE.fullmatch(path.name):
+        if re.fullmatch(r"step_\d+\.jsonl", path.name):
             state = path.stat()
             marks[path.name] = f"{state.st_ino} {state.st_size} {state.st_mtime_ns}"
     return marks

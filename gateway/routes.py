@@ -28,8 +28,6 @@ from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 from penstock.gateway.wire.wires import ANTHROPIC_ERRORS, OPENAI_ERRORS, WIRES, ErrorFormat, Wire
 from penstock.transfer_queue import Outcome, OutcomeKind
 
-LONG_BODY = 100_000
-"""Bytes from which a body is parsed in a thread: it may hold millions of values."""
 MAX_BODY_BYTES = 16 << 20
 """A context of a million tokens, escaped, is some 6 MB; a body is read whole before it is looked at."""
 PARSERS = ThreadPoolExecutor(2, thread_name_prefix="body")
@@ -229,7 +227,7 @@ async def _read(request: Request, kind: type[Any]) -> Any:
 
 async def parse_body(parse: Callable[[Any], CompletionRequest], body: bytes) -> CompletionRequest:
     """Parses a request, a long one in a thread. Raises `InvalidRequest`."""
-    if len(body) < LONG_BODY:
+    if len(body) < 100_000:  # bytes from which a body is parsed in a thread: it may hold millions of values
         return parse(parse_json(body))
     return await asyncio.get_running_loop().run_in_executor(PARSERS, lambda: parse(parse_json(body)))
 

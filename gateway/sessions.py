@@ -38,8 +38,6 @@ from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, Queu
 
 MAX_OPEN = 4096
 """Episodes held at once by one rollout server."""
-REMEMBERED = 4096
-"""Results kept, so that a repeated /finish returns the first result and later requests get the cause."""
 POLL = Backoff(0.05, 0.5, factor=1.5)
 """Between polls of a queue that gives no episode."""
 log = logging.getLogger(__name__)
@@ -162,7 +160,8 @@ class SessionManager:
     def _forget(self, handle: str, ending: FinishResult | str) -> None:
         self._open.pop(handle, None)
         self._ended[handle] = ending
-        while len(self._ended) > REMEMBERED:
+        # Results kept, so that a repeated /finish returns the first result and later requests get the cause.
+        while len(self._ended) > 4096:
             self._ended.popitem(last=False)
 
     # keeping -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ IGNORED = ("type", "enable_global_rate_limit", "use_mcp")
 ELSEWHERE = ("sandbox_fusion_url", "default_language", "memory_limit_mb")
 """Where and how verl runs code; here the recipe's `sandbox` says so."""
 LIMITS = ("rate_limit", "num_workers")
-TIMEOUTS = ("timeout", "default_timeout")
 log = logging.getLogger(__name__)
 
 
@@ -76,7 +75,7 @@ def _counterpart(class_name: str, config: dict[str, Any], mcp: dict[str, Any]) -
 
 def _limits(config: dict[str, Any]) -> dict[str, Any]:
     limits = [int(config.pop(key)) for key in LIMITS if key in config]
-    timeouts = [float(config.pop(key)) for key in TIMEOUTS if key in config]
+    timeouts = [float(config.pop(key)) for key in ("timeout", "default_timeout") if key in config]
     fields: dict[str, Any] = {"concurrency": min(limits)} if limits else {}
     return fields | ({"timeout_s": timeouts[0] + MARGIN_S} if timeouts else {})
 

@@ -25,10 +25,6 @@ from torch import Tensor
 
 from penstock.trainer.batch import NO_ID, Row
 
-SHARING_PAYS_FROM = 0.1
-"""Spared share of the tokens. Below it the mask that attention to a parent needs costs what is spared."""
-
-
 ON_HOST = ("image_bytes", "image_bounds", "shown", "parents", "run_lengths")
 """Fields of a pack that go to no device."""
 
@@ -196,7 +192,8 @@ def _bundles(alike: Sequence[Row], budget: int) -> list[Bundle]:
     for part in parts:
         bundle = Bundle([alike[index] for index in part], shared)
         apart = sum(len(row.ids) for row in bundle.rows)
-        pays = apart - bundle.tokens >= SHARING_PAYS_FROM * apart
+        # Spared share of the tokens. Below it the mask that attention to a parent needs costs what is spared.
+        pays = apart - bundle.tokens >= 0.1 * apart
         bundles += [bundle] if pays else [Bundle([row]) for row in bundle.rows]
     return bundles
 

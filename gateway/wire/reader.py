@@ -222,8 +222,6 @@ Decode = Callable[[Sequence[int]], str]
 UNSETTLED = "\ufffd"
 WINDOW_IDS = 16
 """Ids kept to decode the next ones with. Text unsettled for twice as long stays broken."""
-CONTEXT_IDS = 4
-"""Ids kept before new ones: some decoders drop a space at the beginning of a text."""
 
 
 class TextStream:
@@ -268,7 +266,8 @@ class TextStream:
         broken = text.endswith(UNSETTLED)
         if broken and len(self._window) <= 2 * WINDOW_IDS:
             return
-        for size in range(1 if broken else CONTEXT_IDS, WINDOW_IDS):
+        # Ids kept before new ones: some decoders drop a space at the beginning of a text.
+        for size in range(1 if broken else 4, WINDOW_IDS):
             after = self._decode(self._window[-size:])
             fits = self._decode(self._window[:-size]) + after == text if broken else text.endswith(after)
             if after and fits:

@@ -24,8 +24,6 @@ from penstock.sandbox.swe.task import SweTask, SweTaskError
 from penstock.sandbox.swe.workspace import Workspace
 
 MAX_FILE_BYTES = 4 << 20
-DRAWS_PER_ROUND = 4
-"""Wrong versions of each test that are drawn, to find as many different ones as there are rounds."""
 
 
 ParameterValues = Sequence[Sequence[Mapping[str, str]]]
@@ -107,7 +105,8 @@ def certain_rounds(task: SweTask, files: Mapping[str, bytes], count: int) -> lis
     """
     dice = random.SystemRandom()
     fixed = fixed_dice(task)
-    drawn = [_wrong_versions(task, files, fixed) for _ in range(DRAWS_PER_ROUND * count)]
+    # Wrong versions of each test that are drawn, to find as many different ones as there are rounds.
+    drawn = [_wrong_versions(task, files, fixed) for _ in range(4 * count)]
     chosen: list[dict[tuple[str, Name], Edit]] = [{} for _ in range(count)]
     for one in drawn[0]:
         versions = list(dict.fromkeys(some[one] for some in drawn))[:count]

@@ -26,7 +26,6 @@ _EQUAL = {"assertEqual", "assertEquals", "assertListEqual", "assertTupleEqual", 
 _OPPOSITE = {"assertTrue": "assertFalse", "assertFalse": "assertTrue", "assertIsNone": "assertIsNotNone"}
 _PLAIN_CALLS = {"approx", "list", "tuple", "set", "frozenset", "dict", "sorted", "str", "int", "float", "len"}
 _RAISED = ("ValueError", "TypeError", "KeyError", "IndexError")
-_MAY_FAIL = (b"xfail", b"expectedFailure")
 _TURNED: dict[type[ast.cmpop], tuple[str, str]] = {
     **{ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"), ast.Is: ("is", "is not")},
     **{ast.Lt: ("<", ">="), ast.LtE: ("<=", ">"), ast.Gt: (">", "<="), ast.GtE: (">=", "<")},
@@ -78,7 +77,7 @@ def apply_all(data: bytes, edits: Collection[Edit]) -> bytes:
 def _may_fail(function: Function, source: Source) -> bool:
     """Return True if it may be marked as one that fails, or pytest does not run it as a plain function."""
     start, end = source.lines(first_line(function), function.end_lineno or function.lineno)
-    marked = any(word in source.data[start:end] for word in _MAY_FAIL)
+    marked = any(word in source.data[start:end] for word in (b"xfail", b"expectedFailure"))
     return marked or any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
 
 

@@ -47,8 +47,6 @@ ATTEMPTS = (*((strategy, 1.0) for strategy in STRATEGIES[:-1]), *[(STRATEGIES[-1
 changed shows nothing about what it expects."""
 REFERENCE_RUNS = 1 + 1 + 1 + len(ATTEMPTS) + 1
 """Boxes before a task's first grading: hidden tests read, data files hidden, not hidden, one per attempt, all else."""
-PLANS_PER_ROUND = 2
-"""Proven plans that are kept, for each round of a grading: later gradings choose among them."""
 
 
 @lru_cache(maxsize=512)
@@ -152,7 +150,8 @@ class Reference:
         if self._base is None or not self.reached:
             return []
         for _ in range(2 * count):
-            if len(self._plans) >= count * PLANS_PER_ROUND:
+            # Proven plans that are kept, for each round of a grading: later gradings choose among them.
+            if len(self._plans) >= count * 2:
                 break
             one = await self._try(boxes, self._base, 0.5)
             self._plans += [one] if one.wrong else []

@@ -20,7 +20,6 @@ from penstock.sandbox.swe.report import SignedOutcomes, read_lines
 from penstock.sandbox.swe.task import PytestCommand, SweTask, SweTaskError, is_protected
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
-MAX_RESULTS_BYTES = 16 << 20
 OUTPUT_CHARS = 4000
 
 
@@ -82,7 +81,7 @@ async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, ne
     result = await workspace.run(argv, workspace.limits.tests_timeout_s, json.dumps(job))
     seen = SignedOutcomes()
     with contextlib.suppress(OSError):  # never begun, or taken away by what ran
-        seen = await asyncio.to_thread(read_lines, await workspace.read(results, MAX_RESULTS_BYTES), key)
+        seen = await asyncio.to_thread(read_lines, await workspace.read(results, 16 << 20), key)
     output = (result.stdout + result.stderr)[-OUTPUT_CHARS:]
     doubt = seen.doubt()
     if doubt and result.exit_code is None:

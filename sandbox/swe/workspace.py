@@ -22,7 +22,6 @@ from penstock.sandbox.protocol import RunResult, Session
 from penstock.sandbox.swe import scripts
 from penstock.sandbox.swe.task import SweLimits, SweTask, SweTaskError
 
-GIT_DEADLINE_S = 120
 _KINDS = {"100644": 0o644, "100755": 0o755, "120000": 0o120777}
 ArchiveMember = tuple[str, int, int, bytes]
 """path, mode, time of change, content (of a symlink: its target)"""
@@ -102,7 +101,7 @@ def _member(path: str, mode: int, mtime_s: int, content: bytes) -> tuple[tarfile
 def _git(repository: Path, arguments: list[str], stdin: str = "") -> bytes:
     command = ["git", "-c", "safe.directory=*", "-C", str(repository), *arguments]
     try:
-        done = subprocess.run(command, input=stdin.encode(), capture_output=True, timeout=GIT_DEADLINE_S, check=False)
+        done = subprocess.run(command, input=stdin.encode(), capture_output=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SweTaskError(f"repository {repository}: git cannot be run: {error}") from error
     if done.returncode != 0:

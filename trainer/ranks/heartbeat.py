@@ -42,8 +42,6 @@ FAREWELL_S = 6.0
 """A rank that ends with an error listens for so long: the loss of another one may be the cause."""
 START_S = 60.0
 """For all ranks to connect."""
-HELLO_S = 10.0
-"""For the first line of one connection."""
 HELLO_BYTES = 4096
 logger = logging.getLogger(__name__)
 
@@ -243,7 +241,7 @@ def _accept(server: socket.socket, secret: str, count: int) -> list[Peer]:
         except TimeoutError as error:
             missing = sorted(set(range(1, count + 1)) - {peer.rank for peer in peers})
             raise TimeoutError(f"no heartbeat of the ranks {missing} within {START_S:.0f} s") from error
-        until = min(deadline, time.monotonic() + HELLO_S)
+        until = min(deadline, time.monotonic() + 10.0)  # for the first line of one connection
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
             received = b""
             while b"\n" not in received and len(received) < HELLO_BYTES:

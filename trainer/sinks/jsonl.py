@@ -13,8 +13,6 @@ from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl
 from penstock.trainer.sinks import SINKS, MetricSink, Record, SinkJob
 
 BLOCK = 1 << 16
-BOUND_EVERY = 50
-"""Steps between two looks at the size of all recorded trajectories."""
 MOST_BYTES = 4 << 30
 
 
@@ -47,7 +45,7 @@ class JsonLines:
         if not records:
             return
         rewrite_jsonl(self._trajectories / f"step_{step:06d}.jsonl", records)
-        if step % BOUND_EVERY == 0:
+        if step % 50 == 0:  # steps between two looks at the size of all recorded trajectories
             self._bound_trajectories()
 
     def _bound_trajectories(self) -> None:

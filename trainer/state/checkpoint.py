@@ -35,13 +35,8 @@ from penstock.transfer_queue import DataCursor
 COMPLETE = "complete"
 WRITTEN = "written_{rank}.json"
 """A rank's fingerprints, until the checkpoint is sealed."""
-SAVE_BASE_S = 900.0
-"""Time to write, seal and commit a checkpoint, without that for its bytes and for the version that it waits for."""
-READ_BASE_S = 600.0
-"""Time to read files of a checkpoint and compare them, without that for their bytes."""
 SLOWEST_BYTES_PER_S = 20e6
 """Of one rank's disk; a slower one stops the run."""
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 Fingerprint = Mapping[str, Any]
 """{"bytes", "xxh3"} of a file."""
 logger = logging.getLogger(__name__)
@@ -49,12 +44,14 @@ logger = logging.getLogger(__name__)
 
 def save_timeout_s(publish_timeout_s: float, state_bytes: int) -> float:
     """A checkpoint of which a rank writes `state_bytes` that is not durable and committed by then stops the run."""
-    return publish_timeout_s + SAVE_BASE_S + state_bytes / SLOWEST_BYTES_PER_S
+    # Time to write, seal and commit a checkpoint, without that for its bytes and for the version that it waits for.
+    return publish_timeout_s + 900.0 + state_bytes / SLOWEST_BYTES_PER_S
 
 
 def read_timeout_s(share_bytes: int) -> float:
     """A rank that has not read and compared its `share_bytes` of a checkpoint by then stops the run."""
-    return READ_BASE_S + share_bytes / SLOWEST_BYTES_PER_S
+    # Time to read files of a checkpoint and compare them, without that for their bytes.
+    return 600.0 + share_bytes / SLOWEST_BYTES_PER_S
 
 
 class NotResumable(RuntimeError):
@@ -76,7 +73,7 @@ def failed_save(folder: Path, nbytes: int, error: BaseException) -> CheckpointFa
     """
     errors = [one for one, _ in getattr(error, "failures", {}).values()] or [error]
     cause = next((one for one in errors if isinstance(one, OSError)), errors[0])
-    if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(folder.parent).free
         return NotSaved(
             f"checkpoint {folder} was not written: {os.strerror(cause.errno)}. It takes {nbytes / 1e9:.3g} GB, and"

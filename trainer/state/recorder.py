@@ -204,8 +204,6 @@ def _text(ids: np.ndarray, tokenizer: Any) -> Any:
     return ids.tolist() if tokenizer is None else tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
-CUT = "\ufffd"
-"""What a decoder writes for bytes that are no whole character (yet)."""
 MOST_BYTES = 4
 """Of one character: tokens that wait for longer are no character's beginning."""
 
@@ -223,7 +221,8 @@ def token_ends(ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:
     behind, read, length = 0, 0, 0
     for end in range(1, len(ids) + 1):
         now = tokenizer.decode(ids[behind:end], skip_special_tokens=False)
-        if not now.endswith(CUT) or end - read >= MOST_BYTES:
+        # What a decoder writes for bytes that are no whole character (yet).
+        if not now.endswith("\ufffd") or end - read >= MOST_BYTES:
             before = tokenizer.decode(ids[behind:read], skip_special_tokens=False) if read > behind else ""
             length = min(len(text), length + max(0, len(now) - len(before)))
             behind, read = read, end

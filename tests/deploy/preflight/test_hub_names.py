@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -77,7 +78,8 @@ def test_a_hub_that_fails_is_a_warning_with_its_answer() -> None:
     assert "500" in answer.found
 
 
-def test_a_name_like_a_fetched_model_is_answered_with_it() -> None:
+def test_a_name_like_a_fetched_model_is_answered_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert check("smollm2-135").found.endswith("no such folder; did you mean 'smollm2-135m'?")
     assert check("smollm2-135m").found.endswith("`penstock model fetch smollm2-135m` makes it")
 
