@@ -71,7 +71,15 @@ def interface_of(host: str) -> str | None:
     with contextlib.suppress(OSError):
         for *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             for _, name in socket.if_nameindex():
-                if str(address[0]).partition("%")[0] in _addresses_of(name):
+                # First IPv4 address of an interface, and all of its IPv6 addresses.
+                addresses = set()
+                with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                    siocgifaddr, request = 0x8915, struct.pack("256s", name.encode()[:15])
+                    addresses.add(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), siocgifaddr, request)[20:24]))
+                with contextlib.suppress(OSError):
+                    rows = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+                    addresses |= {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[5] == name}
+                if str(address[0]).partition("%")[0] in addresses:
                     return name
     return None
 
@@ -116,15 +124,3 @@ def _towards(host: str | None) -> str | None:
         own = address_towards(host, 9)
         return None if is_loopback(own) else own
     return None
-
-
-def _addresses_of(interface: str) -> set[str]:
-    """Return the first IPv4 address of an interface, and all of its IPv6 addresses."""
-    addresses = set()
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        siocgifaddr, request = 0x8915, struct.pack("256s", interface.encode()[:15])
-        addresses.add(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), siocgifaddr, request)[20:24]))
-    with contextlib.suppress(OSError):
-        rows = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
-        addresses |= {str(ipaddress.IPv6Address(bytes.fromhex(row[0]))) for row in rows if row[5] == interface}
-    return addresses

@@ -300,16 +300,11 @@ def _complete(schema: dict[str, Any], refusals: Refusals, models: Sequence[type[
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             of_path = refusals(path) if callable(refusals) else refusals
-            _complete_responses(operation["responses"], of_path, error_content)
-
-
-def _complete_responses(
-    responses: dict[str, Any], refusals: Mapping[str, str], error_content: Mapping[str, Any]
-) -> None:
-    if "HTTPValidationError" in str(responses.get("422", "")):
-        del responses["422"]
-    for status, description in refusals.items():
-        responses.setdefault(status, {"description": description})
-    for status, response in responses.items():
-        if status.isdigit() and int(status) >= 400:
-            response.setdefault("content", dict(error_content))
+            responses = operation["responses"]
+            if "HTTPValidationError" in str(responses.get("422", "")):
+                del responses["422"]
+            for status, description in of_path.items():
+                responses.setdefault(status, {"description": description})
+            for status, response in responses.items():
+                if status.isdigit() and int(status) >= 400:
+                    response.setdefault("content", dict(error_content))

@@ -72,31 +72,27 @@ class Programs(BaseReward):
             return {"score": 0.0, "tests": len(cases), "passed": 0, "no_code": 1}
         session = await self._sandbox.start(f"reward {answer.data_source}")
         try:
-            passed = await self._run_all(session, program, cases)
+            # Cases passed; without partial credit the first failure is the last test.
+            passed, used_s = 0, 0.0
+            for case in cases:
+                if used_s >= self._budget_s:
+                    break
+                # Written anew each time: a test must not change what judges the next one.
+                try:
+                    await session.write_file("harness.py", Path(__file__).with_name("harness.py").read_bytes())
+                    await session.write_file("solution.py", program.encode("utf-8", "replace"))
+                except OSError:
+                    if case is cases[0]:
+                        raise
+                    break  # the program has run in this box: what it did to it is its failure
+                good, duration_s = await self._run(session, case)
+                passed, used_s = passed + good, used_s + duration_s
+                if not good and not self._partial:
+                    break
         finally:
             await session.close()
         score = passed / len(cases) if self._partial else float(passed == len(cases))
         return {"score": score, "tests": len(cases), "passed": passed, "no_code": 0}
-
-    async def _run_all(self, session: Session, program: str, cases: list[ProgramCase]) -> int:
-        """Cases passed; without partial credit the first failure is the last test."""
-        passed, used_s = 0, 0.0
-        for case in cases:
-            if used_s >= self._budget_s:
-                break
-            # Written anew each time: a test must not change what judges the next one.
-            try:
-                await session.write_file("harness.py", Path(__file__).with_name("harness.py").read_bytes())
-                await session.write_file("solution.py", program.encode("utf-8", "replace"))
-            except OSError:
-                if case is cases[0]:
-                    raise
-                break  # the program has run in this box: what it did to it is its failure
-            good, duration_s = await self._run(session, case)
-            passed, used_s = passed + good, used_s + duration_s
-            if not good and not self._partial:
-                break
-        return passed
 
     async def _run(self, session: Session, case: ProgramCase) -> tuple[bool, float]:
         word = secrets.token_hex(16)

@@ -46,14 +46,11 @@ class JsonLines:
             return
         rewrite_jsonl(self._trajectories / f"step_{step:06d}.jsonl", records)
         if step % 50 == 0:  # steps between two looks at the size of all recorded trajectories
-            self._bound_trajectories()
-
-    def _bound_trajectories(self) -> None:
-        total = 0
-        for path in sorted(self._trajectories.glob("step_*.jsonl"), reverse=True):
-            total += path.stat().st_size
-            if total > MOST_BYTES:
-                path.unlink()
+            total = 0
+            for path in sorted(self._trajectories.glob("step_*.jsonl"), reverse=True):
+                total += path.stat().st_size
+                if total > MOST_BYTES:
+                    path.unlink()
 
     def close(self) -> None:
         """Every line was flushed as it was written."""

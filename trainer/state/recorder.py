@@ -104,7 +104,13 @@ class Recorder(Records):
         """Everything of one step. The step's episodes are written first: the account is never behind the metrics."""
         episodes = [episode for group in batch.groups for episode in group]
         chosen = kept_of([t.reward for t in batch.trajectories], self._save_trajectories)
-        self._keep_images([batch.trajectories[n] for n in chosen])
+        # Keep the images of trajectories. A failure is logged: a record without its images is better than no record.
+        for trajectory in (batch.trajectories[n] for n in chosen):
+            try:
+                if trajectory.images is not None:
+                    keep_images(trajectory.images, self._images)
+            except UnreadableImages as error:
+                logger.warning("images of episode %s are not recorded: %s", trajectory.episode_id, error)
         weights = advantages.tolist()
         records = [readable_trajectory(batch.trajectories[n], weights[n], self._tokenizer) for n in chosen]
         with self._one_at_a_time:
@@ -113,17 +119,6 @@ class Recorder(Records):
                 sink.trajectories(batch.step, records)
             self.metrics(batch.step + 1, metrics)
         self._stopping.check(metrics)
-
-    def _keep_images(self, trajectories: Sequence[Trajectory]) -> None:
-        """Keep the images of trajectories. A failure is logged: a record without its images is better than no
-        record.
-        """
-        for trajectory in trajectories:
-            try:
-                if trajectory.images is not None:
-                    keep_images(trajectory.images, self._images)
-            except UnreadableImages as error:
-                logger.warning("images of episode %s are not recorded: %s", trajectory.episode_id, error)
 
 
 def kept_of(rewards: Sequence[float | None], count: int) -> list[int]:

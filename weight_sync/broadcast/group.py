@@ -93,7 +93,7 @@ def join_groups(
     try:
         for sender, member in members:
             if stream is None and member.wire != GLOO:
-                stream = NcclStream(device or _first_device())
+                stream = NcclStream(device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0))
             try:
                 groups[sender] = NcclGroup(store, member, stream) if stream else GlooGroup(store, member, host)
             except RuntimeError as error:
@@ -114,10 +114,6 @@ def leave_groups(groups: Iterable[BroadcastGroup]) -> None:
         thread.start()
     for thread in closing:
         thread.join()
-
-
-def _first_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
 
 
 class GlooGroup(BroadcastGroup):

@@ -182,23 +182,20 @@ def decode_positions(encoding: Encoding, index: memoryview, count: int, size: in
             raise BadDelta(f"a bitmap of {len(index)} bytes for {size} values")
         positions = np.flatnonzero(np.unpackbits(np.frombuffer(index, np.uint8), count=size, bitorder="little"))
     else:
-        positions = _decode_gaps(index, _GAP_TYPES[encoding])
+        code = _GAP_TYPES[encoding]
+        if len(index) % np.dtype(code).itemsize:
+            raise BadDelta(f"{len(index)} bytes are no whole number of gaps")
+        numbers = np.frombuffer(index, code)
+        ends = numbers != np.iinfo(code).max
+        if numbers.size and not ends[-1]:
+            raise BadDelta("the last gap does not end")
+        unchanged_before = np.cumsum(numbers, dtype=np.int64)[ends]
+        positions = unchanged_before + np.arange(unchanged_before.size)
     if positions.size != count:
         raise BadDelta(f"{positions.size} places for {count} values")
     if count and positions[-1] >= size:
         raise BadDelta(f"place {positions[-1]} in a tensor of {size} values")
     return positions
-
-
-def _decode_gaps(index: memoryview, code: str) -> Positions:
-    if len(index) % np.dtype(code).itemsize:
-        raise BadDelta(f"{len(index)} bytes are no whole number of gaps")
-    numbers = np.frombuffer(index, code)
-    ends = numbers != np.iinfo(code).max
-    if numbers.size and not ends[-1]:
-        raise BadDelta("the last gap does not end")
-    unchanged_before = np.cumsum(numbers, dtype=np.int64)[ends]
-    return unchanged_before + np.arange(unchanged_before.size)
 
 
 @dataclass(frozen=True, slots=True)

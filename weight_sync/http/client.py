@@ -21,7 +21,7 @@ import http.client
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -274,7 +274,12 @@ class Downloader:
             return manifest
         try:
             private_folder(self.directory)
-            self._forget_others(manifest.files)
+            # Before the fetch: a new full version and the old chain need not have room at once.
+            needed = {local_name(file) for file in manifest.files}
+            for path in self._files():
+                if path.name.removesuffix(".part") not in needed:
+                    path.unlink(missing_ok=True)
+                    self._verified.pop(path.name, None)
             checksums = {entry.name: entry.xxh3 for entry in manifest.tensors}
             here = tuple(self._have(file, checksums) for file in manifest.files)
         except NotPrivate as error:
@@ -323,14 +328,6 @@ class Downloader:
                     continue
                 part.path.rename(path)
                 return
-
-    def _forget_others(self, files: Sequence[ChainFile]) -> None:
-        """Before the fetch: a new full version and the old chain need not have room at once."""
-        needed = {local_name(file) for file in files}
-        for path in self._files():
-            if path.name.removesuffix(".part") not in needed:
-                path.unlink(missing_ok=True)
-                self._verified.pop(path.name, None)
 
     def _files(self) -> list[Path]:
         return [path for path in self.directory.glob("*-weights-*") if path.is_file()]

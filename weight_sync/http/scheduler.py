@@ -50,7 +50,12 @@ class TransferScheduler:
         now = self._clock()
         file.holders = [holder for holder in file.holders if holder not in avoid]
         file.turns = {who: turn for who, turn in file.turns.items() if who != server and turn[1] > now}
-        source = _free_source(file, server)
+        # The least busy one that may take another; the trainer only while no peer has the file.
+        busy = [source for source, _ in file.turns.values()]
+        peers = [holder for holder in file.holders if holder != server]
+        room = FAN_OUT if peers else 1
+        least = min(peers or [TRAINER], key=busy.count)
+        source = least if busy.count(least) < room else None
         if source is not None:
             # A turn lasts `TURN_S` and what the file takes at this rate, at most.
             file.turns[server] = (source, now + TURN_S + size / 20e6)
@@ -72,12 +77,3 @@ class TransferScheduler:
         while len(self._files) > FILES:
             del self._files[next(iter(self._files))]
         return file
-
-
-def _free_source(file: _File, server: str) -> str | None:
-    """The least busy one that may take another; the trainer only while no peer has the file."""
-    busy = [source for source, _ in file.turns.values()]
-    peers = [holder for holder in file.holders if holder != server]
-    room = FAN_OUT if peers else 1
-    least = min(peers or [TRAINER], key=busy.count)
-    return least if busy.count(least) < room else None
