@@ -131,7 +131,7 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     return {
         "trainer": trainer.ranks * (_states_on_host(rank, config) if on_gpu else sum(rank.values())),
         "checkpoint": COPIED[trainer.offload] * checkpoint_bytes(config, shape) if trainer.ranks else 0,
-        "offloaded activations": trainer.ranks * waiting_bytes(shape, trainer, rollout.max_model_len),
+        "offloaded activations": trainer.ranks * PINNED * waiting_bytes(shape, trainer, rollout.max_model_len),
         "servers": servers * sum(served.values())
         if served_here
         else sleepers * served["weights"],  # at level 2 in the first turn alone

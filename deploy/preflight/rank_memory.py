@@ -21,7 +21,7 @@ and the largest moment of a backward, N = (P − O)/L:
 
     a layer saves, per token,  2·(4 + 2b)·h + (4 + b)·(q + kv) + b·(2q + 2kv + 4i + 2k·h)
                           with recompute b·h, selective also the queries, values, gate and both outputs;
-                          with activation_offload L is 2, and those of the other layers are in host memory
+                          with activation_offload L is 1, and what all layers saved is in host memory
 
 On one shard all weights are copied in the forward: b·P. Under megatron nothing is gathered, and gradients are added up
 where they are reduced; between backwards a checkpoint gathers one state of the rank's parameters at a time, in float32.
@@ -46,7 +46,7 @@ from penstock.trainer import TrainerConfig
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASTER = 4
 """float32: weights, gradients; two moments are two of it."""
-ON_DEVICE = 2
+ON_DEVICE = 1
 """Layers whose activations are on the device at a time where the others' are not."""
 TILE_LOGITS, TILE_COLUMNS = 1 << 25, 4096
 """Logits that exist at a time, as in `penstock.trainer.logprobs` on a GPU."""
@@ -223,12 +223,12 @@ def _of_logits(shape: ModelShape, width: int, tokens: float) -> float:
 
 
 def waiting_bytes(shape: ModelShape, trainer: TrainerConfig, longest: int) -> float:
-    """Return the bytes that trainer.activation_offload moves to the host, for one rank. The last layer's stay."""
+    """Return the bytes that trainer.activation_offload copies to the host, for one rank."""
     if not trainer.activation_offload:
         return 0.0
     tokens = max(trainer.micro_batch_tokens, longest) / trainer.parallel.context
     saved, _ = _saved(shape, trainer)
-    return tokens * (shape.layers - 1) * saved
+    return tokens * shape.layers * saved
 
 
 def _saved(shape: ModelShape, trainer: TrainerConfig) -> tuple[float, float]:

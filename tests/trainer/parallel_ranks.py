@@ -32,8 +32,7 @@ from trainer_support import make_trajectory, taught
 
 from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_batch
 from penstock.trainer.batch import share_of
-from penstock.trainer.engines.fsdp import FSDPEngine, local_part
-from penstock.trainer.engines.fsdp.activation_offload import HostBuffers
+from penstock.trainer.engines.fsdp import FSDPEngine, activation_offload, local_part
 from penstock.trainer.engines.fsdp.sharded import check_copies, mesh_of
 from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.transfer_queue import Batch, DataCursor
@@ -164,10 +163,13 @@ def main(folder: Path, model: str, cases: Mapping[str, Any]) -> None:
     everyone = Ranks.open(120.0)
     try:
         for name, case in cases.items():
-            spied = patch.object(HostBuffers, "take", autospec=True, side_effect=HostBuffers.take)
-            with patch(f"{ACTIVATION_OFFLOAD}.SMALLEST_BYTES", 1), spied as take:
+            copy_to_host = activation_offload.copy_to_host
+            spied = patch(f"{ACTIVATION_OFFLOAD}.copy_to_host", side_effect=copy_to_host)
+            with patch(f"{ACTIVATION_OFFLOAD}.SMALLEST_BYTES", 1), spied as copied:
                 run(everyone, folder / name, model, case)
-            assert take.called == case["config"].get("activation_offload", False), "whether activations left the device"
+            assert copied.called == case["config"].get("activation_offload", False), (
+                "whether activations left the device"
+            )
         if everyone.world == 2:
             two_ranks_traps.check(everyone, folder, model)
     finally:
