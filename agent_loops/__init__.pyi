@@ -6,7 +6,6 @@ from .base import register as register
 from .chat.chat import ChatTokens as ChatTokens
 from .chat.chat import tool_messages as tool_messages
 from .config import AgentConfig as AgentConfig
-from .config import CaptureConfig as CaptureConfig
 from .config import TeacherConfig as TeacherConfig
 from .conversation import Conversation as Conversation
 from .demonstration import BadDemonstration as BadDemonstration
@@ -34,7 +33,6 @@ from .loader import load_object as load_object
 from .merge import check_output as check_output
 from .merge import images_of as images_of
 from .merge import to_trajectory as to_trajectory
-from .merge import turn_bounds as turn_bounds
 from .metrics import WorkerMetrics as WorkerMetrics
 from .mismatch import continuity as continuity
 from .segment import TRUNCATED_DEADLINE as TRUNCATED_DEADLINE

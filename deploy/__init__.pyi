@@ -6,12 +6,7 @@ from .config import dump_config as dump_config
 from .config import load_config as load_config
 from .config import load_sandbox as load_sandbox
 from .config import parse_config as parse_config
-from .preflight.agent import check_lengths as check_lengths
 from .preflight.agent import check_template as check_template
-from .preflight.settings import check_algorithm as check_algorithm
-from .preflight.settings import check_correction as check_correction
-from .preflight.settings import check_sampling as check_sampling
-from .preflight.settings import check_training_engine as check_training_engine
 from .rehearsal import rehearse_recipe as rehearse_recipe
 from .rehearsal import rows_of as rows_of
 from .run.connection import RunConnection as RunConnection
@@ -25,4 +20,3 @@ from .run.weights_folder import remove_weights as remove_weights
 from .run_dir import RunDir as RunDir
 from .run_dir import RunLock as RunLock
 from .sft.prepared import tools_of as tools_of
-from .sft.prepared import why_dropped as why_dropped

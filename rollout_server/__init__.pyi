@@ -44,5 +44,4 @@ from .scoring.teacher_server import build_teacher_app as build_teacher_app
 from .server.metrics import RolloutMetrics as RolloutMetrics
 from .server.process import ServerJob as ServerJob
 from .server.process import serve as serve
-from .server.routes import make_app as make_app
 from .server.sidecar import Sidecar as Sidecar

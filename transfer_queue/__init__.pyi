@@ -7,7 +7,6 @@ from .admission import may_ship as may_ship
 from .batch_log import BatchLog as BatchLog
 from .codec.trajectories import decode_trajectory as decode_trajectory
 from .codec.trajectories import encode_trajectory as encode_trajectory
-from .codec.trajectories import get_fields as get_fields
 from .config import TransferQueueConfig as TransferQueueConfig
 from .errors import BadPayload as BadPayload
 from .errors import JournalMismatch as JournalMismatch
@@ -34,12 +33,10 @@ from .turns import ALL_THAT_IS_FREE as ALL_THAT_IS_FREE
 from .turns import DeviceTurn as DeviceTurn
 from .turns import OverBudget as OverBudget
 from .turns import TurnCall as TurnCall
-from .turns import TurnHolder as TurnHolder
 from .turns import TurnLost as TurnLost
 from .turns import TurnReport as TurnReport
 from .turns import Turns as Turns
 from .turns import TurnSettings as TurnSettings
-from .turns import TurnTable as TurnTable
 from .turns import TurnTimeout as TurnTimeout
 from .types import COMPLETED as COMPLETED
 from .types import Announcement as Announcement

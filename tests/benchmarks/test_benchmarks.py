@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tests.rollout_server.conftest import skip_without
 
+from benchmarks.simulator.scale import MEASURED
 from benchmarks.support.sides import transferqueue_python
-from penstock.simulator import MEASURED
 
 Measure = Callable[..., Awaitable[dict[str, Any]]]
 redis = pytest.mark.redis

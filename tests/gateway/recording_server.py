@@ -16,7 +16,7 @@ import pytest
 from tests.gateway.conftest import USER
 from tests.gateway.talking_engine import TalkingEngine
 
-from penstock.agent_loops import AgentConfig, CaptureConfig
+from penstock.agent_loops import AgentConfig
 from penstock.gateway import GatewayJob, mount
 from penstock.rollout_server import RolloutConfig, ServerJob, serve
 from penstock.testing import MemoryTransferQueue
@@ -93,7 +93,7 @@ async def recording_server(
     rows = [Task(f"train/{i}", "train", [USER], "sums", "46", extra_info={"level": 3}) for i in range(tasks)]
     await queue.submit(rows, cursor=DataCursor(0, tasks))
     usual = {"max_turns": 50, "max_response_tokens": 20_000, "max_new_tokens": 400}
-    config = AgentConfig(**{**usual, **agent}, capture=CaptureConfig(model_aliases=["gpt-4o"]))
+    config = AgentConfig(**{**usual, **agent, "capture": {"model_aliases": ["gpt-4o"]}})
     run = RunContext(queue, model, TOKEN, lease_ttl_s=30.0)
     recorded = GatewayJob(run, config, request_timeout_s=60.0 if engine is None else 20.0)
     engines: list[TalkingEngine] = []

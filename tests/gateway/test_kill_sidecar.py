@@ -20,7 +20,6 @@ import pytest
 from tests.gateway.conftest import TOOLS
 from tests.gateway.talking_engine import tool_result
 
-from penstock.agent_loops import turn_bounds
 from penstock.transfer_queue import DataCursor, Limits, RedisServer, RedisTransferQueue, Task, TransferQueueConfig
 
 pytestmark = [pytest.mark.redis, pytest.mark.crash]
@@ -114,7 +113,7 @@ async def test_session_survives_kills_of_its_server(tmp_path: Path, model: str, 
     assert said[:2] == ["Let me see.", "The answer is 3 and 34."]
     assert (ending["outcome"], ending["turns"], ending["segments"]) == ("completed", turns, 1)
     (segment,) = trajectory.segments
-    assert len(turn_bounds(segment)) == turns
+    assert len(segment.turn_starts) == turns
 
 
 async def opened(port: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tests.recipes.conftest import RECIPES, script
@@ -16,8 +15,7 @@ pytest.importorskip("math_verify", reason="math-verify is not installed: pip ins
 from typer.testing import CliRunner
 
 from penstock.agent_loops.chat import chat_of, verify_template
-from penstock.deploy import app, load_config, why_dropped
-from penstock.transfer_queue import Outcome, OutcomeKind
+from penstock.deploy import app, load_config
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes, pytest.mark.bwrap, pytest.mark.torch]
 ORACLE = f"sft.policy={RECIPES / 'retool/policies.py'}:oracle"
@@ -77,9 +75,3 @@ def test_a_policy_that_solves_nothing_is_refused(arithmetic: str, tmp_path: Path
     said = sft("retool/cpu.yaml", tmp_path, arithmetic, policy, "sft.policy_rows=2", status=2)
     assert "solved none of 2 tasks: 2 with reward 0, not 1" in said
     assert not (tmp_path / "cold" / "final_model").exists()
-
-
-def test_an_episode_without_a_reward_is_counted() -> None:
-    cancelled = SimpleNamespace(task_id="rehearsal/0", reward=None, outcome=Outcome(OutcomeKind.CANCELLED, "stopped"))
-    found = SimpleNamespace(failures=[], trajectories=[cancelled])
-    assert why_dropped(found, [1.0]) == {"with reward none, not 1, cancelled (stopped)": 1}

@@ -173,7 +173,9 @@ def test_peak_memory_is_near_that_of_the_body_alone(monkeypatch: pytest.MonkeyPa
     from tests.tiny_model import save_tiny_model
     from trainer_support import one_pack
 
-    from penstock.trainer.engines.fsdp import load_policy, run_rows, whole_part
+    from penstock.trainer.engines.fsdp import load_policy
+    from penstock.trainer.engines.fsdp.context import whole_part
+    from penstock.trainer.engines.fsdp.rows import run_rows
 
     monkeypatch.undo()
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 16_384}

@@ -25,7 +25,6 @@ from penstock.transfer_queue import (
     Trajectory,
     decode_trajectory,
     encode_trajectory,
-    get_fields,
 )
 from penstock.transfer_queue.codec.columns import Column
 from penstock.transfer_queue.codec.packing import FORMAT, HEAD_GUESS, MAGIC, PREAMBLE, head_length, pack, parse_head
@@ -38,6 +37,7 @@ from penstock.transfer_queue.codec.trajectories import (
     decode_task,
     encode_journal,
     encode_task,
+    get_fields,
     outcome_from_plain,
 )
 

@@ -25,9 +25,9 @@ from penstock.transfer_queue import (
     ServerInfo,
     Task,
     TurnCall,
-    TurnHolder,
     TurnSettings,
 )
+from penstock.transfer_queue.turns import TurnHolder
 
 MODULES = [
     importlib.import_module(f"penstock.transfer_queue.{name}")

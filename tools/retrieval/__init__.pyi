@@ -1,6 +1,5 @@
 from .corpus import BadCorpus as BadCorpus
 from .corpus import Index as Index
-from .corpus import read_passages as read_passages
 from .dense import open_or_build_dense as open_or_build_dense
 from .folder import IndexFailed as IndexFailed
 from .index import open_or_build as open_or_build

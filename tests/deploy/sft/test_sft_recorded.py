@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ pytest.importorskip("transformers")
 from penstock.agent_loops import AgentConfig, BadDemonstration, ChatTokens, segments_of
 from penstock.agent_loops.chat import chat_of
 from penstock.deploy import ConfigError
+from penstock.deploy.sft.prepared import why_dropped
 from penstock.deploy.sft.recorded import choose_recorded, recorded_segments
 from penstock.trainer import SftConfig, readable_trajectory
 from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind, Segment, Trajectory
@@ -127,3 +129,9 @@ def test_what_another_tokenizer_recorded_is_refused(run: Path, chat: ChatTokens)
 def test_a_folder_without_trajectories_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sft\.runs: .* has no trajectories"):
         choose_recorded(tmp_path, SftConfig(), Counter())
+
+
+def test_an_episode_without_a_reward_is_counted() -> None:
+    cancelled = SimpleNamespace(task_id="rehearsal/0", reward=None, outcome=Outcome(OutcomeKind.CANCELLED, "stopped"))
+    found = SimpleNamespace(failures=[], trajectories=[cancelled])
+    assert why_dropped(found, [1.0]) == {"with reward none, not 1, cancelled (stopped)": 1}

@@ -8,6 +8,7 @@ import json
 import tarfile
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -16,7 +17,7 @@ import pytest
 from tests.recipes.conftest import script
 
 from penstock.agent_loops.rewards import normalised
-from penstock.tools.retrieval import open_or_build, read_passages
+from penstock.tools.retrieval import open_or_build
 from penstock.trainer import load_rows
 
 pytestmark = pytest.mark.recipes
@@ -28,14 +29,19 @@ def questions() -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def passages_of_corpus() -> list[SimpleNamespace]:
+    lines = (data.CORPUS / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    return [SimpleNamespace(**json.loads(line)) for line in lines]
+
+
 def test_articles_are_short_and_named_once() -> None:
-    passages = list(read_passages(data.CORPUS / "corpus.jsonl"))
+    passages = passages_of_corpus()
     assert len({one.id for one in passages}) == len({one.title for one in passages}) == len(passages) == 68
     assert all(100 <= len(one.text) <= 400 for one in passages)
 
 
 def test_every_answer_stands_in_its_last_article() -> None:
-    texts = {one.title: normalised(one.text) for one in read_passages(data.CORPUS / "corpus.jsonl")}
+    texts = {one.title: normalised(one.text) for one in passages_of_corpus()}
     told = questions()
     assert len({one["question"] for one in told}) == len(told) == 120
     for one in told:
@@ -46,7 +52,7 @@ def test_every_answer_stands_in_its_last_article() -> None:
 
 def test_an_article_of_two_names_the_next_one() -> None:
     """Who has read the first knows what to look up second: the title, or what the question itself asks for."""
-    texts = {one.title: normalised(one.text) for one in read_passages(data.CORPUS / "corpus.jsonl")}
+    texts = {one.title: normalised(one.text) for one in passages_of_corpus()}
     for one in questions():
         for first, second in zip(one["articles"], one["articles"][1:], strict=False):
             last_name = normalised(second).split()[-1]

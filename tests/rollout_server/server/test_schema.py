@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from tests.rollout_server.conftest import HEADERS, TOKEN, RunQueue, small_config
 
-from penstock.rollout_server import Sidecar, make_app
+from penstock.rollout_server import Sidecar
+from penstock.rollout_server.server.routes import make_app
 from penstock.testing import FakeEngine
 
 schemathesis = pytest.importorskip("schemathesis")

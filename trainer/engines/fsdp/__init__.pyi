@@ -1,7 +1,5 @@
-from .context import whole_part as whole_part
 from .engine import FSDPEngine as FSDPEngine
 from .models import Policy as Policy
 from .models import load_policy as load_policy
-from .rows import run_rows as run_rows
 from .shell import local_part as local_part
 from .trial import try_model as try_model
