@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.common import parquet
+
 
 class NoDataset(Exception):
     """The dataset cannot be had or is another one; the message says what to do."""
@@ -34,15 +36,11 @@ def dataset_file(repository: str, name: str, local: Path | None = None) -> Path:
 
 
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Raises `NoDataset` if the file is not Parquet."""
-    import pyarrow
-    import pyarrow.parquet
-
+    """Raises `NoDataset` where the file cannot be read."""
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
-            yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise NoDataset(f"{path}: not readable as Parquet: {error}") from error
+        yield from parquet.parquet_rows(path)
+    except parquet.BadParquet as error:
+        raise NoDataset(str(error)) from error
 
 
 def field(row: dict[str, Any], name: str, path: Path, number: int) -> Any:

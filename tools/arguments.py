@@ -54,7 +54,8 @@ class ArgumentSchema:
             return set()
         if id(schema) not in self._types:
             self._types[id(schema)] = set()  # a schema that leads back to itself adds nothing
-            self._types[id(schema)] = _common(self._constraints(schema))
+            types = _common(self._constraints(schema))
+            self._types[id(schema)] = types | {"null"} if types and schema.get("nullable") is True else types
         return self._types[id(schema)]
 
     def _constraints(self, schema: Mapping[str, Any]) -> Iterable[set[str]]:

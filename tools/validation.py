@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator, SchemaError, ValidationError
-from jsonschema.validators import validator_for
+from jsonschema.validators import extend, validator_for
 from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import specification_with
@@ -15,8 +15,21 @@ from referencing.jsonschema import specification_with
 from penstock.common import nearest
 from penstock.tools.arguments import ArgumentSchema
 
-DIALECTS = (Draft202012Validator, Draft7Validator, Draft4Validator)
-"""Tried in order for a schema that names no `$schema`: OpenAPI 3.0 and older generators write the later ones."""
+
+def _or_null(dialect: Any, keyword: str) -> Any:
+    def check(validator: Any, value: Any, instance: Any, schema: Mapping[str, Any]) -> Iterable[ValidationError]:
+        if not (instance is None and schema.get("nullable") is True):
+            yield from dialect.VALIDATORS[keyword](validator, value, instance, schema)
+
+    return check
+
+
+DIALECTS = tuple(
+    extend(dialect, {keyword: _or_null(dialect, keyword) for keyword in ("type", "enum")})
+    for dialect in (Draft202012Validator, Draft7Validator, Draft4Validator)
+)
+"""Tried in order for a schema without `$schema`; OpenAPI 3.0, which has `nullable` too, and older generators write
+the later ones."""
 _VALIDATORS: dict[int, Any] = {}
 """By the id of a schema."""
 
@@ -29,7 +42,8 @@ def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
     try:
         _check_parts(schema, _dialect_of(schema))
     except SchemaError as error:
-        raise ValueError(f"tool {tool}: parameters are no JSON schema: {error.message}") from error
+        place = f" ({error.json_path})" if error.path else ""
+        raise ValueError(f"tool {tool}: parameters are no JSON schema: {error.message}{place}") from error
 
 
 def _dialect_of(schema: Mapping[str, Any]) -> Any:

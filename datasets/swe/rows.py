@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.common.parquet import BadParquet, parquet_rows
 from penstock.datasets.rows import Row, write_parquet
 from penstock.sandbox.swe import SweTask, SweTaskError
 
@@ -36,24 +37,20 @@ def raw_rows(path: Path) -> Iterator[tuple[str, Raw]]:
 
 
 def _parquet(path: Path) -> Iterator[Any]:
-    import pyarrow
-    import pyarrow.parquet
-
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=64):  # rows of R2E hold megabytes
-            yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BadFile(f"{path}: not readable as Parquet: {error}") from error
+        yield from parquet_rows(path, batch_size=64)  # rows of R2E hold megabytes
+    except BadParquet as error:
+        raise BadFile(str(error)) from error
 
 
 def _jsonl(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _json(line, f"{path}, row {number}")
 
 
-def _json(text: str, where: str) -> Any:
+def _json(text: bytes, where: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
@@ -61,7 +58,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def _whole(path: Path) -> Iterator[Any]:
-    rows = _json(path.read_text(encoding="utf-8"), str(path))
+    rows = _json(path.read_bytes(), str(path))
     if not isinstance(rows, list):
         raise BadFile(f"{path}: expected a list of rows, found {type(rows).__name__}")
     yield from rows

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agent_loops import BadDemonstration
+from penstock.common.parquet import BadParquet, parquet_rows
 from penstock.deploy.config import ConfigError
 from penstock.trainer import BadMessages, from_json_text, read_messages, text_of, without_nulls
 
@@ -54,17 +55,11 @@ def _json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
     try:
-        file, number = pyarrow.parquet.ParquetFile(path), 0
-        for batch in file.iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}, row {number}", row
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"sft: {path} is not readable as Parquet: {error}") from error
+        for number, row in enumerate(parquet_rows(path, batch_size=256), start=1):
+            yield f"{path}, row {number}", row
+    except BadParquet as error:
+        raise ConfigError(f"sft: {error}") from error
 
 
 def _messages(raw: Any, parquet: bool) -> list[dict[str, Any]]:

@@ -90,6 +90,8 @@ BOUND = {"type": "integer", "minimum": 0, "exclusiveMinimum": True}
         (None, {"items": TUPLE}, ["x", 1], ["x", "y"]),
         ("http://json-schema.org/draft-04/schema#", BOUND, 1, 0),
         (None, BOUND, 1, 0),
+        (None, {"type": "string", "nullable": True}, None, 1),
+        (None, {"type": "string", "enum": ["a"], "nullable": True}, None, "b"),
         ("http://json-schema.org/draft-07/schema#", {"$ref": "#/definitions/N"}, 1, "x"),
         (None, {"$ref": "#number"}, 1, "x"),
         (None, {"$ref": "#/components/schemas/M"}, 1, "x"),
@@ -120,12 +122,18 @@ def test_validation_follows_the_dialect(dialect: str | None, argument: dict[str,
         ),
         ({"properties": {"x": {"pattern": "^\\p{L}+$"}}}, "no JSON schema: '^\\\\p{L}+$' is not a 'regex'"),
         ({"patternProperties": {"(?<a>b)": {}}}, "no JSON schema: '(?<a>b)' is not a 'regex'"),
-        ({"properties": {"x": {"type": "any"}}}, "no JSON schema: 'any' is not valid"),
+        ({"properties": {"x": {"type": "any"}}}, "is not valid under any of the given schemas ($.properties.x.type)"),
     ],
 )
 def test_validation_refuses_at_start_what_would_end_episodes(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"tool t: parameters .*{re.escape(message)}"):
         check_schema("t", {"type": "object", **schema})
+
+
+def test_validation_null_that_openapi_allows_is_a_type() -> None:
+    properties = {"x": {"type": "integer", "nullable": True}, "y": {"nullable": True}}
+    described = ArgumentSchema({"properties": properties})
+    assert [described.types(name) for name in properties] == [{"number", "null"}, set()]
 
 
 def nested(levels: int) -> Any:

@@ -38,15 +38,12 @@ def from_json_text(value: Any, where: str) -> Any:
 
 
 def text_of(line: bytes) -> str:
-    """Raises `BadMessages` for a line that is not UTF-8."""
+    """The text of a line, without a byte order mark. Raises `BadMessages` for one that is not UTF-8."""
     try:
-        return line.decode("utf-8")
+        return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadMessages(not_text(error)) from error
-
-
-def not_text(error: UnicodeDecodeError) -> str:
-    return f"not UTF-8: {error.reason}, byte {error.start}; convert the file, for example `iconv -f latin1 -t utf-8`"
+        place = f"{error.reason}, byte {error.start}"
+        raise BadMessages(f"not UTF-8: {place}; convert the file, for example `iconv -f latin1 -t utf-8`") from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -16,8 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.common.parquet import BadParquet, parquet_rows
 from penstock.trainer.data.image_column import COLUMN, BadImages, with_pictures
-from penstock.trainer.data.messages import BadMessages, from_json_text, not_text, read_messages, text_of
+from penstock.trainer.data.messages import BadMessages, from_json_text, read_messages, text_of
 from penstock.transfer_queue import BadPayload, DataCursor, Limits, Status, StepError, Task, TransferQueue, check_task
 
 NEEDED = ("prompt", "data_source", "reward_model")
@@ -95,25 +96,10 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    done = 0
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        _check_columns(file.schema_arrow.names, f"dataset {path}")
-        for batch in file.iter_batches(batch_size=1024):
-            try:
-                rows = iter(batch.to_pylist())
-            except UnicodeDecodeError:  # row by row, to name the one
-                rows = (batch.slice(number, 1).to_pylist()[0] for number in range(batch.num_rows))
-            for row in rows:
-                yield row
-                done += 1
-    except UnicodeDecodeError as error:
-        raise DataError(f"dataset {path}, row {done + 1}: {not_text(error)}") from error
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"dataset {path} is not readable as Parquet: {error}") from error
+        yield from parquet_rows(path)
+    except BadParquet as error:
+        raise DataError(f"dataset {error}") from error
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -128,22 +114,18 @@ def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
                 raise DataError(f"{where}: {error}") from error
             if not isinstance(raw, dict):
                 raise DataError(f"{where}: expected an object, found {type(raw).__name__}")
-            _check_columns(list(raw), where)
             yield raw
 
 
 READERS = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows}
 
 
-def _check_columns(columns: Sequence[str], where: str) -> None:
-    for name in NEEDED:
-        if name not in columns:
-            raise DataError(f"{where}: column {name!r} is missing; found {', '.join(sorted(columns)) or 'none'}")
-
-
 def _check_row(raw: Mapping[str, Any], where: str, path: Path) -> DatasetRow:
     """verl's extra_info gets the other columns, too; a key that it has stays. Paths of pictures are relative to the
     folder of `path`, the dataset."""
+    for name in NEEDED:
+        if name not in raw:
+            raise DataError(f"{where}: column {name!r} is missing; found {', '.join(sorted(raw)) or 'none'}")
     if not isinstance(raw["data_source"], str) or not raw["data_source"]:
         raise DataError(f"{where}: data_source must be a name, found {raw['data_source']!r}")
     agent_name = raw.get("agent_name")

@@ -105,6 +105,7 @@ def test_a_row_is_refused_by_the_name_of_its_field(swe_bench, tmp_path, changed,
     [
         ("raw.csv", "", "unknown kind '.csv'"),
         ("raw.jsonl", "{", "row 1: not JSON"),
+        ("raw.jsonl", b'{"repo": "\xe9"}', "row 1: not JSON: 'utf-8' codec can't decode"),
         ("raw.jsonl", "[]", "expected an object, found list"),
         ("raw.json", "{}", "expected a list of rows, found dict"),
         ("raw.parquet", "x", "not readable as Parquet"),
@@ -113,7 +114,7 @@ def test_a_row_is_refused_by_the_name_of_its_field(swe_bench, tmp_path, changed,
     ],
 )
 def test_a_file_that_is_none_is_told(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadFile, match=message):
         convert("swe-bench", tmp_path / name, tmp_path / "out", Places())
     with pytest.raises(BadFile, match="no such file"):

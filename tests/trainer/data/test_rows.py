@@ -95,6 +95,11 @@ def test_nulls_of_jsonl_stay_in_arguments_alone(tmp_path: Path) -> None:
     ]
 
 
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", ["\ufeff" + json.dumps(GOOD), GOOD])
+    assert [row.ground_truth for row in load_rows(path)] == ["2", "2"]
+
+
 def test_the_first_rows_only(tmp_path: Path) -> None:
     path = write(tmp_path / "data.jsonl", [GOOD, GOOD, "broken"])
     assert len(load_rows(path, limit=2)) == 2
@@ -215,7 +220,7 @@ def test_text_of_parquet_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     names = pyarrow.array([b"a", b"a", "é".encode("latin-1")]).view(pyarrow.string())
     table = table.set_column(table.schema.get_field_index("data_source"), "data_source", names)
     pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
-    with pytest.raises(DataError, match=r"data\.parquet, row 3: not UTF-8"):
+    with pytest.raises(DataError, match=r"data\.parquet, row 3: data_source has no plain value \(.*utf-8"):
         load_rows(tmp_path / "data.parquet")
 
 

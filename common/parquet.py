@@ -1,0 +1,43 @@
+"""Rows of Parquet files that others wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NO_PLAIN_VALUE = (ValueError, ArithmeticError, LookupError)
+"""What Arrow raises for text that is not UTF-8, times finer than a microsecond or past the year 9999, unknown time
+zones, and keys that a map has twice."""
+
+
+class BadParquet(ValueError):
+    """The file cannot be read; the message names it, and the row and the column if one of them is at fault."""
+
+
+def parquet_rows(path: Path, batch_size: int = 1024) -> Iterator[dict[str, Any]]:
+    """Rows in order, maps as objects. Raises `BadParquet`."""
+    import pyarrow
+    import pyarrow.parquet
+
+    done = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size):
+            try:
+                rows = batch.to_pylist(maps_as_pydicts="strict")
+            except NO_PLAIN_VALUE:
+                rows = (_row(batch.slice(at, 1), f"{path}, row {done + at + 1}") for at in range(batch.num_rows))
+            yield from rows
+            done += batch.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadParquet(f"{path} is not readable as Parquet: {error}") from error
+
+
+def _row(batch: Any, where: str) -> dict[str, Any]:
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column[0].as_py(maps_as_pydicts="strict")
+        except NO_PLAIN_VALUE as error:
+            raise BadParquet(f"{where}: {name} has no plain value ({error}): write it as text") from error
+    return row
