@@ -62,8 +62,8 @@ def sampling_key(request: CompletionRequest) -> str:
 
 
 def echo_of(request: CompletionRequest) -> dict[str, Any]:
-    """Return the fields of a request that its stored response repeats; empty on routes that store none."""
-    return {"model": request.model, **request.echo} if request.api == "responses" else {}
+    """Return the fields of a request that its stored response repeats; empty where none is stored."""
+    return {"model": request.model, **request.echo} if request.api == "responses" and request.stored else {}
 
 
 def answer_data(
@@ -219,9 +219,9 @@ class SessionJournal:
         await self.note(**{SCORE: asdict(score)})
 
     def response(self, answer_id: str) -> Turn | None:
-        """The turn of a response that was not deleted."""
-        turn = self.history.turns.get(f"{answer_id}.0") if answer_id.startswith("resp_") else None
-        return None if f"{DELETED}{answer_id}" in self.facts else turn
+        """The turn of a response that is stored, as far as the client knows."""
+        turn = self.history.turns.get(f"{answer_id}.0")
+        return turn if turn and turn.echo and f"{DELETED}{answer_id}" not in self.facts else None
 
     def response_body(self, turn: Turn, *, logprobs: bool) -> dict[str, Any]:
         """The body of a response as it was answered."""

@@ -241,7 +241,7 @@ def resolve_request(request: CompletionRequest, response: Callable[[str], Turn |
     if (answer := request.previous_response_id) is not None:
         turn = response(answer)
         if turn is None:
-            message = f"previous response with id {answer!r} not found in this episode"
+            message = f"Previous response with id {answer!r} not found."
             raise InvalidRequest("previous_response_id", message, "previous_response_not_found")
         before += turn.conversation()
     messages = (*before, *request.messages)

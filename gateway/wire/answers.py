@@ -29,7 +29,7 @@ def model_list_body(models: list[dict[str, Any]]) -> dict[str, Any]:
 _TYPES = {
     400: ("invalid_request_error", None),
     401: ("authentication_error", "invalid_api_key"),
-    404: ("invalid_request_error", "not_found"),
+    404: ("invalid_request_error", None),
     409: ("conflict_error", "conflict"),
     410: ("invalid_request_error", "gone"),
     413: ("invalid_request_error", "too_large"),

@@ -174,12 +174,13 @@ class ResponseBody(SamplingBody):
     include: list[str] | None = Field(None, description=f"{LOGPROBS} is used, the others have no meaning here.")
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
     user: MetadataValue | None = None
+    store: bool | None = None
     stream_options: StreamOptions | None = None
 
 
 FIELDS = BodyFields(
     ResponseBody,
-    harmless=HARMLESS | {"client_metadata", "max_tool_calls"},
+    harmless=HARMLESS - {"store"} | {"client_metadata", "max_tool_calls"},
     refused={
         "background": UnsupportedField("no answer is kept running for a later request", (False,)),
         "context_management": UnsupportedField("contexts only grow", ([],)),
@@ -222,6 +223,7 @@ def parse_response(body: Any, *, images: bool = False) -> CompletionRequest:
         include_usage=True,
         instructions=request.instructions,
         previous_response_id=request.previous_response_id,
+        stored=request.store is not False,
         echo={
             **{name: getattr(request, name) for name in repeated},
             "parallel_tool_calls": request.parallel_tool_calls is not False,

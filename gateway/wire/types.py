@@ -71,6 +71,8 @@ class CompletionRequest:
     """/v1/completions only: the text of each choice begins with the prompt's."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """/v1/responses only: fields of the request that its answer repeats."""
+    stored: bool = True
+    """/v1/responses only: clients may ask for the answer again."""
 
     @property
     def reads_calls(self) -> bool:

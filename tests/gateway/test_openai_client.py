@@ -258,7 +258,7 @@ async def test_every_error_has_openais_shape(server: Server) -> None:
         ("/episodes", {}, 401, "invalid_api_key"),
         (f"{path}/v1/chat/completions", {}, 401, "invalid_api_key"),
         (f"{path}/finish", key, 401, "invalid_api_key"),
-        (f"{path}/v1/embeddings", key, 404, "not_found"),
+        (f"{path}/v1/embeddings", key, 404, None),
         (f"{path}/v1/models", key, 405, None),
         (f"{path}/v1/chat/completions", key, 400, "invalid_value"),
     ]

@@ -88,7 +88,7 @@ def client_for(answer: httpx2.Response) -> AsyncOpenAI:
     [
         (400, openai.BadRequestError, None),
         (401, openai.AuthenticationError, "invalid_api_key"),
-        (404, openai.NotFoundError, "not_found"),
+        (404, openai.NotFoundError, None),
         (409, openai.ConflictError, "conflict"),
         (410, openai.APIStatusError, "gone"),
         (429, openai.RateLimitError, "rate_limit_exceeded"),
