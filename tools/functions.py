@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from penstock.common import USERS_FAULTS, describe_error
 from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
@@ -165,4 +166,7 @@ def _without_titles(schema: Any) -> Any:
 def _to_result(value: Any) -> ToolResult:
     if isinstance(value, ToolResult):
         return value
-    return ToolResult(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    if isinstance(value, str):
+        return ToolResult(value)
+    plain = to_jsonable_python(value, bytes_mode="base64", inf_nan_mode="constants", fallback=str)
+    return ToolResult(json.dumps(plain, ensure_ascii=False))

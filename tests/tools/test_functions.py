@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+from dataclasses import dataclass
+from datetime import date
+from decimal import Decimal
 from enum import Enum
 from typing import Any, Literal
 
@@ -93,6 +97,34 @@ async def test_function_tool_types_of_the_users_own(change: dict[str, Any], prob
         unit = None if arguments["unit"] is None else Unit.LITRE
         values = ([Unit.GRAM, Unit.LITRE], unit, [item], item, {"small": (Unit.GRAM, 5)})
         assert await order.execute(None, arguments) == ToolResult(repr(values))
+
+
+@dataclass
+class Stock:
+    item: Item
+    counted: date
+
+
+FLOUR_JSON = '{"name": "flour", "unit": "g", "parts": [{"name": "wheat", "unit": null, "parts": []}]}'
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Unit.GRAM, '"g"'),
+        (Item.model_validate(FLOUR), FLOUR_JSON),
+        (Stock(Item.model_validate(FLOUR), date(2026, 1, 2)), f'{{"item": {FLOUR_JSON}, "counted": "2026-01-02"}}'),
+        ({Unit.GRAM: (1, {2})}, '{"g": [1, [2]]}'),
+        ([Decimal("1.50"), math.inf, 2**70, "ü"], '["1.50", Infinity, 1180591620717411303424, "ü"]'),
+        (object, f'"{object}"'),
+    ],
+    ids=["enum", "model", "dataclass", "keys", "values", "class"],
+)
+async def test_function_tool_results_are_json(value: Any, text: str) -> None:
+    def give() -> Any:
+        return value
+
+    assert (await FunctionTool(give).execute(None, {})).text == text
 
 
 async def test_function_tool_runs_sync_functions_in_a_thread() -> None:
