@@ -104,8 +104,9 @@ class LimitedSandbox(ABC):
         self._requested_slots: dict[str, SessionSlot] = {}
         self._snapshots = SnapshotStore(config.snapshot_mb)
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
-        self._slots: asyncio.Queue[int] = asyncio.Queue()
-        for slot in range(config.max_boxes):
+        # the last one first: by its uid a box would tell its place in a row of them
+        self._slots: asyncio.LifoQueue[int] = asyncio.LifoQueue()
+        for slot in reversed(range(config.max_boxes)):
             self._slots.put_nowait(slot)
 
     @abstractmethod

@@ -78,6 +78,9 @@ class BoxNeeds:
     cpus: float | None = None
     storage_mb: int | None = None
     """Limit of everything written to the file system of an image; None: the most that a session may have."""
+    clean_cache: bool = False
+    """What the box is the first to read or look up of shared files leaves the kernel's caches with it: no later box can
+    tell. Boxes of bubblewrap in cgroups do so; others ignore it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 
 from penstock.sandbox.bundle import compile_driver, driver_command
 from penstock.sandbox.bwrap.process_box import BoxCommand, ProcessBox
@@ -35,7 +36,7 @@ class UnsafeSubprocessSandbox(DriverSandbox):
         logger.warning("sandbox: %s", self.containment)
 
     def check_needs(self, needs: BoxNeeds) -> None:
-        if needs != BoxNeeds():
+        if replace(needs, clean_cache=False) != BoxNeeds():
             raise UnmetNeeds("unsafe_subprocess has no boxes with limits or roots of their own: use docker or bwrap")
 
     async def _launch(self, slot: SessionSlot) -> ProcessBox:

@@ -41,6 +41,7 @@ class Cgroup:
     oom_file: Path
     """Holds the line ``oom_kill N``."""
     version: int
+    clean_cache: bool = False
 
     @property
     def join_files(self) -> list[str]:
@@ -67,6 +68,15 @@ class Cgroup:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
+    def empty_cache(self) -> None:
+        """Drop pages of files, names and inodes that this box was the first to look up: the next one finds none of it.
+
+        Takes some milliseconds, and the end of the box's last process before it. Version 2 can do it since Linux 5.19.
+        """
+        file, amount = ("memory.force_empty", "0") if self.version == 1 else ("memory.reclaim", "1T")
+        with contextlib.suppress(OSError):  # EAGAIN: less than the amount was there
+            _write(self.directories[0] / file, amount, optional=True)
+
     def remove(self) -> bool:
         """True once nothing is left; False while members still exit (call again a little later)."""
         return all([_remove_directory(directory) for directory in self.directories])
@@ -81,7 +91,7 @@ class CgroupMaker:
         self.config = config
         self.prefix = f"{this_process()}-{next(_SERIAL)}"
 
-    def make(self, slot: int) -> Cgroup:
+    def make(self, slot: int, clean_cache: bool = False) -> Cgroup:
         """Raises `OSError` where the hierarchy cannot be written or is full."""
         directories = tuple(parent / f"{self.prefix}-{slot}" for parent in self.parents)
         for attempt in range(_ATTEMPTS):
@@ -99,7 +109,7 @@ class CgroupMaker:
                     raise
         oom_file = directories[0] / ("memory.events" if self.version == 2 else "memory.oom_control")
         self._limit(directories)
-        return Cgroup(directories, oom_file, self.version)
+        return Cgroup(directories, oom_file, self.version, clean_cache)
 
     @property
     def limits_cpu(self) -> bool:

@@ -138,6 +138,8 @@ class ProcessBox(Box):
 
     @staticmethod
     async def _remove(cgroup: Cgroup) -> None:
+        if cgroup.clean_cache:
+            await asyncio.to_thread(cgroup.empty_cache)
         for _ in range(int(END_DEADLINE_S / 0.01)):
             if cgroup.remove():
                 return

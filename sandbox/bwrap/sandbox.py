@@ -119,7 +119,7 @@ class BwrapSandbox(DriverSandbox):
 
     async def _launch(self, slot: SessionSlot) -> ProcessBox:
         try:
-            cgroup = self._cgroups.make(slot.slot) if self._cgroups else None
+            cgroup = self._cgroups.make(slot.slot, slot.needs.clean_cache) if self._cgroups else None
         except OSError as error:
             raise SandboxError(f"the box's cgroup cannot be made: {error}") from error
         if self._zygote is not None:

@@ -49,6 +49,7 @@ class NeedsRequest(WireRequest):
     memory_mb: int | None = Field(None, gt=0)
     cpus: float | None = Field(None, gt=0, allow_inf_nan=False)
     storage_mb: int | None = Field(None, gt=0)
+    clean_cache: bool = Field(False, description="What it reads of shared files leaves the machine's caches with it.")
 
     def to_needs(self) -> BoxNeeds:
         return BoxNeeds(**self.model_dump())

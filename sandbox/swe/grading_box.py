@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 
-from penstock.sandbox.protocol import Sandbox
+from penstock.sandbox.protocol import BoxNeeds, Sandbox
 from penstock.sandbox.swe import scripts
 from penstock.sandbox.swe.data_files import hidden_data
 from penstock.sandbox.swe.decoys import BoxChanges, put_changes, read_hidden
@@ -66,7 +66,8 @@ class GradingBoxes:
 
     @contextlib.asynccontextmanager
     async def _box(self) -> AsyncIterator[Workspace]:
-        session = await self.sandbox.start(self.label, image=self.task.sandbox_image)
+        needs = BoxNeeds(clean_cache=True)
+        session = await self.sandbox.start(self.label, image=self.task.sandbox_image, needs=needs)
         try:
             workspace = await Workspace.find(session, self.task, self.limits)
             await workspace.place(self.task)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
+import mmap
 import os
 import signal
 from pathlib import Path
@@ -12,7 +14,7 @@ from tests.sandbox.conftest import CONFIG, OWNER, box_cgroups, box_processes, do
 from tests.sandbox.orphans import Maker, zygote_processes
 from tests.until import until
 
-from penstock.sandbox import SandboxConfig, SandboxError, SandboxLost, make_sandbox
+from penstock.sandbox import BoxNeeds, SandboxConfig, SandboxError, SandboxLost, make_sandbox
 from penstock.sandbox.bwrap.sandbox import BwrapSandbox
 
 pytestmark = pytest.mark.bwrap
@@ -41,6 +43,16 @@ async def test_bwrap_user_of_a_box_has_a_name(monkeypatch, by: str) -> None:
         assert (await session.run(["sh", "-c", "id -un; id -gn"])).stdout.split() == ["box", "box"]
     finally:
         await sandbox.close()
+
+
+@BY_UID
+async def test_bwrap_boxes_one_after_another_have_the_same_uid(sandbox: BwrapSandbox) -> None:
+    uids = set()
+    for _ in range(3):
+        session = await sandbox.start("one")
+        uids.add((await session.run(["cat", "/proc/self/uid_map"])).stdout)
+        await session.close()
+    assert len(uids) == 1
 
 
 @BY_UID
@@ -174,3 +186,36 @@ def test_bwrap_remote_needs_a_url_and_a_token() -> None:
         make_sandbox(SandboxConfig(backend="remote"), "tests", "token")
     with pytest.raises(SandboxError, match="token"):
         make_sandbox(SandboxConfig(backend="remote", url="http://127.0.0.1:1"), "tests")
+
+
+def cached_share(path: Path) -> float:
+    """Share of a file's pages that are in memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
+        states = (ctypes.c_ubyte * -(-len(pages) // mmap.PAGESIZE))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(pages)), states) == 0
+        return sum(state & 1 for state in states) / len(states)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+async def test_bwrap_what_a_box_read_leaves_the_cache_with_it(tmp_path: Path, clean: bool) -> None:
+    shared = tmp_path / "shared" / "file"
+    shared.parent.mkdir()
+    shared.write_bytes(os.urandom(8 << 20))
+    with shared.open("r+b") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_share(shared) > 0:
+        pytest.skip("files of this file system stay in memory")
+    sandbox = BwrapSandbox(CONFIG.model_copy(update={"folders": {"/shared": str(shared.parent)}}), OWNER)
+    try:
+        if "cgroup v" not in sandbox.containment:
+            pytest.skip("a box has no cgroup here")
+        session = await sandbox.start("reads", needs=BoxNeeds(clean_cache=clean))
+        assert (await session.run(["sh", "-c", "cat /shared/file | wc -c"])).stdout.split() == [str(8 << 20)]
+        await session.close()
+        left = cached_share(shared)
+    finally:
+        await sandbox.close()
+    assert left < 0.1 if clean else left > 0.5
