@@ -1,10 +1,10 @@
 """Policies without a model: one knows the answer, one does nothing. They prove an environment, not an agent.
 
 `oracle` applies the reference patch the way an agent would, through `editor` if possible and `shell` otherwise;
-`null` looks around and submits. Both talk through the real loop, tools, boxes and grading: by prove.py, or as
+`null` looks around and submits. Both talk through the real loop, tools, boxes and grading:
 
-penstock rehearse recipes/swe/cpu.yaml --policy recipes/swe/policies.py:repairs --expect 1
-penstock rehearse recipes/swe/cpu.yaml --policy recipes/swe/policies.py:submits --expect 0
+penstock rehearse recipes/swe/cpu.yaml --policy recipes/swe/policies.py:oracle --expect 1
+penstock rehearse recipes/swe/cpu.yaml --policy recipes/swe/policies.py:null --expect 0
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from typing import Any
 
 from penstock.testing import EpisodeState
 
-Says = list[str]
-
 
 def call(name: str, **arguments: Any) -> str:
     """A call as Hermes' models write it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def oracle(task: Mapping[str, Any]) -> Says:
+def oracle(scene: EpisodeState) -> str:
+    return repair(scene.task.extra_info)[scene.turn]
+
+
+def null(scene: EpisodeState) -> str:
+    return NOTHING[scene.turn]
+
+
+def repair(task: Mapping[str, Any]) -> list[str]:
     """Answers of an agent that knows `task["patch"]`."""
     edits = edits_of(task["patch"])
     if edits is None:
@@ -37,18 +43,7 @@ def oracle(task: Mapping[str, Any]) -> Says:
     return [*changes, call("shell", command="git diff --stat"), call("submit")]
 
 
-def null(task: Mapping[str, Any]) -> Says:
-    return [call("shell", command="git log --oneline; git status --short"), call("submit")]
-
-
-def repairs(scene: EpisodeState) -> str:
-    """`oracle` for `penstock rehearse`."""
-    return oracle(scene.task.extra_info)[scene.turn]
-
-
-def submits(scene: EpisodeState) -> str:
-    """`null` for `penstock rehearse`."""
-    return null(scene.task.extra_info)[scene.turn]
+NOTHING = [call("shell", command="git log --oneline; git status --short"), call("submit")]
 
 
 def edits_of(patch: str) -> list[dict[str, str]] | None:

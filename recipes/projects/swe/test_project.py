@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 def test_the_policies_that_prove_the_tasks_end_with_submit() -> None:
     patch = "--- a/f.py\n+++ b/f.py\n@@ -1 +1 @@\n-1\n+2\n"
-    for answers in (policies.oracle({"patch": patch}), policies.null({})):
+    for answers in (policies.repair({"patch": patch}), policies.NOTHING):
         assert "submit" in answers[-1]
 
 

@@ -30,7 +30,7 @@ NEEDS = {"retool": "math_verify", "openai": "agents"}
 """Template → the module without which its parts cannot be loaded."""
 PARTS = {"harbor": {"recipe.yaml", "tasks"}, "swe": {"recipe.yaml", "agent.py", "test_project.py"}}
 """What a project is made of where it is not the usual: a loop, a reward, a test."""
-ELSEWHERE = {"f.py", "prove.py", "cpu.yaml"}
+ELSEWHERE = {"f.py", "cpu.yaml"}
 """Files that a project's files name and do not need: of a box, of the shipped recipe."""
 README_LINES = 16
 """With its blank ones."""

@@ -145,8 +145,8 @@ async def test_what_is_shown_is_what_an_episode_holds(
             shown = learning.results(packages[name], repaired[name])
             assert trajectory.extra["tool_results"] == [*shown, "submitted"]
             assert sum(len(one.prompt_ids) + len(one.response_ids) for one in trajectory.segments) < 340
-    room = ("agent.max_new_tokens=200", "agent.max_response_tokens=1000")  # `repairs` says more than the recipe's model
-    repairs = load_object("policies.py:repairs", RECIPE)
+    room = ("agent.max_new_tokens=200", "agent.max_response_tokens=1000")  # `oracle` says more than the recipe's model
+    repairs = load_object("policies.py:oracle", RECIPE)
     played = await rehearse_recipe(load_config(RECIPE / "learn.yaml", [base, *room]), repairs, rows)
     assert played.rewards == [1.0] * 2
 

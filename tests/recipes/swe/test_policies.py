@@ -2,60 +2,56 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
-from tests.recipes.swe.conftest import PER_PACKAGE, RECIPE, python
+from tests.recipes.swe.conftest import PER_PACKAGE, RECIPE, Data
 from tests.sandbox.containers import IMAGE
 
 from penstock.agent_loops import load_object
-from penstock.sandbox import SandboxConfig
-from penstock.trainer import load_rows
+from penstock.deploy import RunConfig, load_config, rehearse_recipe, rows_of
+from penstock.testing import EnvCheck
+from penstock.trainer import DatasetRow
 
 pytestmark = [pytest.mark.deep, pytest.mark.recipes]
-LIMITS = {"memory_mb": 1024, "tmp_mb": 256, "cpu_s": 600, "pids": 256, "run_timeout_s": 60.0, "max_boxes": 1}
 BACKENDS = [pytest.param("bwrap", marks=pytest.mark.bwrap), pytest.param("docker", marks=pytest.mark.docker)]
-
-
-@pytest.fixture(scope="module")
-def proving():
-    """recipes/swe/prove.py, as a module."""
-    return sys.modules[load_object("prove.py:prove", RECIPE).__module__]
-
-
-@pytest.mark.bwrap
-def test_oracle_and_null_on_every_task(data):
-    done = python(RECIPE / "prove.py", data.tasks, "--repositories", "data/swe", cwd=data.folder)
-    count = 2 * PER_PACKAGE
-    assert done.stdout.split("\n")[:2] == [f"oracle: {count} of {count} earned 1", f"null: {count} of {count} earned 0"]
-    assert done.returncode == 0, done.stderr
+ROOM = ("max_turns=64", "max_new_tokens=200000", "max_response_tokens=1000000", "episode_deadline_s=1800")
+"""The tokenizer of the calculator's model writes a token per letter or digit."""
 
 
 @pytest.fixture(params=BACKENDS)
-def world(request, data, proving):
-    sandbox = SandboxConfig(backend=request.param, image=IMAGE, **LIMITS)
-    return proving.World(sandbox, data.folder / "data/swe")
+def config(request: pytest.FixtureRequest, data: Data, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """The shipped recipe, with a model whose tokenizer is here."""
+    monkeypatch.chdir(data.folder)
+    sandbox = ("backend=" + request.param, f"image={IMAGE}")
+    settings = [*(f"agent.{one}" for one in ROOM), *(f"sandbox.{one}" for one in sandbox)]
+    return load_config(RECIPE / "cpu.yaml", [f"model={RECIPE.parent / 'calculator/model'}", *settings])
 
 
-async def test_the_policies_go_through_tools_boxes_and_grading(world, data, proving):
-    row = load_rows(data.tasks)[0]
-    right = await proving.play(row, "oracle", world)
-    seen, edited, *_, done = right.extra["tool_results"][1:]
-    assert right.extra["tool_results"][0].splitlines()[0] == "LICENSE"
+async def play(config: RunConfig, policy: str, rows: list[DatasetRow] | None = None) -> EnvCheck:
+    chosen = rows_of(config, "train", 0) if rows is None else rows
+    result = await rehearse_recipe(config, load_object(f"policies.py:{policy}", RECIPE), chosen)
+    assert result.failures == []
+    return result
+
+
+async def test_the_policies_go_through_tools_boxes_and_grading_on_every_task(config: RunConfig) -> None:
+    repaired, untouched = (await play(config, "oracle")).trajectories, (await play(config, "null")).trajectories
+    assert [one.reward for one in repaired] == [1.0] * 2 * PER_PACKAGE
+    assert [one.reward for one in untouched] == [0.0] * 2 * PER_PACKAGE
+    assert {one.outcome.kind for one in (*repaired, *untouched)} == {"completed"}
+    first, seen, edited, *_, done = repaired[0].extra["tool_results"]
+    assert first.splitlines()[0] == "LICENSE"
     assert seen.lstrip().startswith("1\t")
     assert " now reads:\n" in edited
     assert done == "submitted"
-    assert (right.reward, right.outcome.kind) == (1.0, "completed")
-    nothing = await proving.play(row, "null", world)
-    assert "snapshot" in nothing.extra["tool_results"][1]
-    assert (nothing.reward, nothing.outcome.kind) == (0.0, "completed")
+    assert "snapshot" in untouched[0].extra["tool_results"][1]
 
 
-async def test_another_tasks_patch_earns_nothing(world, data, proving):
-    first, second = load_rows(data.tasks)[:2]
+async def test_another_tasks_patch_earns_nothing(config: RunConfig) -> None:
+    first, second = rows_of(config, "train", 2)
     wrong = replace(first, extra_info={**first.extra_info, "patch": second.extra_info["patch"]})
-    assert (await proving.play(wrong, "oracle", world)).reward == 0.0
+    assert [one.reward for one in (await play(config, "oracle", [wrong])).trajectories] == [0.0]
 
 
 def test_edits_are_made_of_plain_hunks_alone():
