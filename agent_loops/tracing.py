@@ -63,7 +63,7 @@ class Trace:
         now = time.monotonic()
         if self.on_span is not None:
             self.on_span(kind, name, now - start)
-        if len(self.spans) >= 256:  # spans kept of one episode; further ones are counted
+        if len(self.spans) >= 256:  # further spans are counted
             self.dropped += 1
             return
         self.spans.append((kind, name, round(start - self.started, 4), round(now - start, 4)))

@@ -34,8 +34,7 @@ class BoundedConnection(h11.Connection):
             self._small = 0
         elif isinstance(event, h11.Data) and len(event.data) < SMALL_BYTES:
             self._small += 1
-            # Pieces of fewer than `SMALL_BYTES` in one request's body: each costs the event loop as much as a large
-            # one.
+            # Each costs the event loop as much as a large one.
             if self._small > 1024:
                 raise h11.RemoteProtocolError("a body in pieces too small")
         return event

@@ -65,7 +65,7 @@ def newest_row(path: Path) -> Row | None:
 
 def column_names(rows: Sequence[Row]) -> list[str]:
     """Every name that holds numbers, sorted; without the step itself."""
-    # Rows in which the names of columns are looked for.
+    # Columns are named after the first row and the newest 200.
     names = {name for row in [*rows[:1], *rows[-200:]] for name, value in row.items() if _is_number(value)}
     return sorted(names - {"step"})
 
@@ -171,7 +171,7 @@ def _lost_attempts(rows: Sequence[Mapping[str, Any]]) -> str:
     recent = rows[-FALL_STEPS:]
     failed = sum(row.get("attempts_failed", 0) for row in recent)
     attempts = failed + sum(row.get("episodes", 0) for row in recent)
-    # Share of attempts at episodes; more failures than this choose what the model learns from.
+    # If more than a tenth of the attempts fail, the failures choose what the model learns from.
     if failed <= 0.1 * attempts:
         return ""
     causes: Counter[str] = Counter()
@@ -206,7 +206,7 @@ def _flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
         if row.get("reward_std", 1.0) > FLAT:
             break
         flat.append(row)
-    if len(flat) < 3:  # steps in a row whose rewards are all equal before a warning
+    if len(flat) < 3:  # three steps in a row are a warning
         return ""
     zero = all(abs(row["reward"]) <= FLAT for row in flat)
     faults: Counter[str] = Counter()

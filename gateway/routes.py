@@ -227,7 +227,7 @@ async def _read(request: Request, kind: type[Any]) -> Any:
 
 async def parse_body(parse: Callable[[Any], CompletionRequest], body: bytes) -> CompletionRequest:
     """Parses a request, a long one in a thread. Raises `InvalidRequest`."""
-    if len(body) < 100_000:  # bytes from which a body is parsed in a thread: it may hold millions of values
+    if len(body) < 100_000:  # a longer body is parsed in a thread: it may hold millions of values
         return parse(parse_json(body))
     return await asyncio.get_running_loop().run_in_executor(PARSERS, lambda: parse(parse_json(body)))
 

@@ -160,7 +160,7 @@ class SessionManager:
     def _forget(self, handle: str, ending: FinishResult | str) -> None:
         self._open.pop(handle, None)
         self._ended[handle] = ending
-        # Results kept, so that a repeated /finish returns the first result and later requests get the cause.
+        # Results stay, so that a repeated /finish returns the first one and later requests get the cause.
         while len(self._ended) > 4096:
             self._ended.popitem(last=False)
 

@@ -175,7 +175,7 @@ class RemoteClient:
 
     def __init__(self, url: str, token: str, max_connections: int) -> None:
         self.url = url.rstrip("/")
-        # How long a refusal for lack of room is retried: nothing was done, so nothing can be done twice.
+        # A refusal for lack of room is retried: nothing was done, so nothing can be done twice.
         self.busy_timeout_s = 120.0
         self._headers = bearer_headers(token)
         self._max_connections = max_connections

@@ -235,7 +235,7 @@ class MemoryState:
         """`sizes`: accounted bytes of its journal entries."""
         self.letters[letter.episode_id] = letter
         self.letter_bytes[letter.episode_id] = sizes
-        # Dead letters beyond the newest of these keep their cause and lose their journal.
+        # Dead letters beyond the newest hundred keep their cause and lose their journal.
         for name in list(self.letters)[:-100]:
             self.letters[name] = replace(self.letters[name], journal=[])
             self.letter_bytes[name] = []

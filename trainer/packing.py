@@ -192,7 +192,7 @@ def _bundles(alike: Sequence[Row], budget: int) -> list[Bundle]:
     for part in parts:
         bundle = Bundle([alike[index] for index in part], shared)
         apart = sum(len(row.ids) for row in bundle.rows)
-        # Spared share of the tokens. Below it the mask that attention to a parent needs costs what is spared.
+        # Below a tenth the mask that attention to a parent needs costs what is spared.
         pays = apart - bundle.tokens >= 0.1 * apart
         bundles += [bundle] if pays else [Bundle([row]) for row in bundle.rows]
     return bundles

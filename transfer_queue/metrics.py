@@ -100,12 +100,12 @@ def payload_cost(size: int) -> int:
 
 
 def journal_cost(size: int) -> int:
-    return allocated(size + STRING_HEADER) + 240  # one field of a journal's hash
+    return allocated(size + STRING_HEADER) + 240  # for one field of a journal's hash
 
 
 def task_cost(size: int) -> int:
     """A task's own bytes and its group; its episodes cost `MEMBER_COST` each on top."""
-    # A group's hash and key, its key's share of the key space, and its place in one sorted set.
+    # 350 for a group's hash and key, its key's share of the key space, and its place in one sorted set.
     return allocated(size + STRING_HEADER) + KEY_COST + 350
 
 

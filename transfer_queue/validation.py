@@ -276,7 +276,7 @@ def _check_tops(segment: Segment, sampled: int, where: str) -> None:
     expect(dtype.kind != "i", field, f"dtype {dtype}, floats expected")
     logprobs = _check_logprobs(segment.teacher_top_logprobs, shape, field)
     mass = float(np.exp(np.minimum(logprobs, 1.0), dtype=np.float64).sum(axis=1).max(initial=0.0))
-    # Largest probability of one token's likeliest ids together: servers round, in half precision by some thousandths.
+    # Probabilities of one token's likeliest ids sum to 1.01 at most: servers round, in half precision by thousandths.
     expect(mass <= 1.01, field, f"probabilities of one token's ids sum to {mass:.3g}")
 
 

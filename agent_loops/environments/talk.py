@@ -75,7 +75,7 @@ class WindowedTalk:
     def _memory(self) -> str:
         first = max(0, len(self._actions) - self._remembered_turns)
         turns = zip(self._observed[first:], self._actions[first:], strict=False)
-        # Characters of one observation in a memory.
+        # A memory keeps 2,000 characters of an observation.
         lines = [
             f"{number}. {observed[:2000]}\n   > {action}"
             for number, (observed, action) in enumerate(turns, start=first + 1)

@@ -101,9 +101,9 @@ class MultiAgentLoop(AgentLoopBase):
         The planner keeps one turn and half of the tokens.
         """
         budget = self.chat.budget
-        # Helpers of one turn of the planner.
+        # At most 8 helpers in one turn of the planner.
         count = min(helpers, 8, max(0, budget.turns_left - 1), budget.tokens_left // 2)
-        turns = min(4, (budget.turns_left - 1) // max(count, 1))  # model calls of one helper
+        turns = min(4, (budget.turns_left - 1) // max(count, 1))  # a helper has 4 model calls
         return [Budget(turns, budget.tokens_left // 2 // count, budget.window) for _ in range(count)]
 
     def _spend(self, shares: Sequence[Budget]) -> None:

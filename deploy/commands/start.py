@@ -39,7 +39,7 @@ def quickstart(
     name = f"name=quickstart-{time.strftime('%Y%m%d-%H%M%S')}"
     settings = [name, "dashboard.enabled=true", page, *(overrides or [])]
     with user_errors():
-        # Checks for the packages and programs that `pip install penstock` leaves out.
+        # `pip install penstock` leaves these packages and programs out.
         from penstock.deploy.config import load_config
         from penstock.deploy.preflight.network import check_redis
         from penstock.deploy.preflight.sandbox import check_sandbox

@@ -103,7 +103,7 @@ def resolve_target(request: EvalRequest) -> EvalPlan:
     if request.samples > 1 and temperature == 0:
         raise ConfigError(f"--temperature 0 with --n {request.samples}: a task's samples would be the same; use --n 1")
     rows = _rows(request, config)
-    # The limits of a queue without training; a server and workers here.
+    # A queue without training has these limits; the server and workers run here.
     rollout: dict[str, Any] = {"evaluation_server": False, "port": 0}  # next to a living run of the recipe
     if request.url is not None:
         rollout |= {"engine": "served", "url": request.url, "servers": 1}

@@ -22,7 +22,7 @@ def leaving(verl: VerlSettings) -> Iterator[Setting]:
         re.sub(r"[^A-Za-z0-9._-]+", "-", str(verl["trainer.experiment_name"])).strip("-._")[:64] or "run",
     )
     save = int(verl["trainer.save_freq"] or -1)
-    # Interval if verl saves no checkpoints: a run could not continue after a crash.
+    # If verl saves no checkpoints, every tenth step does: else a run could not continue after a crash.
     yield "trainer.checkpoint_every", save if save > 0 else 10
     test = int(verl.first("rollout.test_freq", "trainer.test_freq") or -1)
     if test > 0:

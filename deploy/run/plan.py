@@ -283,7 +283,7 @@ class Rendezvous:
                 *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "nodes")),
             ]
         per_node = str(ranks // self.nodes)
-        # A machine that is restarted waits so long for the others.
+        # A machine that is restarted waits ten minutes for the others.
         return [
             *logs,
             *("--nnodes", str(self.nodes), "--node-rank", str(self.node_rank), "--nproc-per-node", per_node),

@@ -189,7 +189,7 @@ class Supervisor:
                 one.name for one in self._roles.values() if one.is_one_of_several and one.name not in self._leaving
             ]
             remaining = [name for name in servers if name not in self._failed]
-            # Share of the rollout servers; with fewer, what ends them is taken to be no server's own.
+            # With fewer than half of the servers left, what ends them is taken to be no server's own fault.
             if not role.is_one_of_several or len(remaining) < 0.5 * len(servers):
                 raise
             logger.error("%s\nthe run continues with %d of %d rollout servers", error, len(remaining), len(servers))
@@ -305,8 +305,7 @@ class Watchdog:
             self._given_up_in_a_row = 0
         if given_up > given_up_before:
             self._given_up_in_a_row += given_up - given_up_before
-            # Episodes that killed their workers, in a row with none completed between them, whose restarts are
-            # forgiven. After more, workers die of anything.
+            # After 16 of them with none completed in between, workers die of anything: no restart is forgiven.
             if self._given_up_in_a_row <= 16:
                 self._forgive_workers()
 

@@ -81,7 +81,7 @@ class RolloutClient:
     async def _stream(self, answer: AnswerBuilder, *, may_take_back: bool = True) -> AsyncGenerator[Chunk]:
         """`may_take_back`: the reader keeps no chunk, so that disproved tokens may be sampled again."""
         timeout_s = min(self.timeout_s, answer.request.deadline_s or self.timeout_s)
-        # Turns of the trainer do not count as time of an answer, for this long.
+        # Turns of the trainer do not count as time of an answer, for an hour.
         deadline, asleep_until = time.monotonic() + timeout_s, time.monotonic() + 3600.0
         cause, avoid, failures, refused_since = "", "", 0, math.inf
         while answer.finish_reason is None:

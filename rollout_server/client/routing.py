@@ -69,7 +69,7 @@ class Router:
                     self._read_at = -CACHE_S
                     raise
                 for state in self._states.values():
-                    # While the queue does not answer, requests that ended this long ago are taken off the last
+                    # While the queue does not answer, requests that ended 10 s ago are taken off the last
                     # heartbeat's load.
                     state.load.heartbeat(asked_at - 10.0)
                 return self._servers
@@ -333,5 +333,5 @@ class InFlightEstimate:
         """Return True if a heartbeat has reported the request. One without an episode counts as reported: counted
         twice, it outweighs many new episodes.
         """
-        # A request sent this shortly before a heartbeat may have reached the server after it.
+        # A request sent 50 ms before a heartbeat may have reached the server after it.
         return request.sent_at < self._heartbeat_at - (0.05 if request.sticky else 0.0)

@@ -178,7 +178,7 @@ class LinkedChild(Child):
 
     async def _reap(self) -> None:
         if self.process is not None:
-            # Time from the end of the connection to the end of the process.
+            # The process ends within a second of its connection.
             await asyncio.wait({asyncio.ensure_future(self.process.wait())}, timeout=1.0)
 
     def _exit_reason(self) -> str:

@@ -80,7 +80,7 @@ class Excerpts:
             if tensor.ndim and ".experts." not in name:
                 row = max(1, tensor[:1].numel())
                 self.forms[name] = torch.empty_like(tensor, device="meta")
-                # Values of each tensor that are kept; one row at least.
+                # Of each tensor 1,024 values are kept; one row at least.
                 self.rows[name] = tensor[: max(1, (1 << 10) // row)].clone()
             yield name, tensor
 

@@ -77,7 +77,7 @@ def build_teacher_app(scorer: TokenScorer, token: str, model: str, batcher: Teac
             metrics.requests.labels("refused").inc()
             raise HTTPException(422, problem)
         try:
-            # Longest time that a request may wait for its logprobs.
+            # A request waits at most 300 s for its logprobs.
             (row,) = await batches.submit([TeacherRow(body.prompt, body.prompt_logprobs)], 300.0)
         except (Busy, Late) as error:
             metrics.requests.labels(type(error).__name__.lower()).inc()

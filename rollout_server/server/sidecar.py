@@ -121,7 +121,7 @@ class Sidecar:
                 self._close(str(error))
                 if self.info is None and not error.retryable:  # it has never started, and never will
                     raise
-            # An engine that ran this long has its restarts forgotten.
+            # The restarts of an engine that ran for five minutes are forgotten.
             in_a_row = 1 if time.monotonic() - started > 300.0 else in_a_row + 1
             # An engine that answered requests before it failed is restarted soon; one that never did, ever later.
             barren = 0 if self.requests.answered > answered else barren + 1

@@ -135,7 +135,7 @@ class Container:
                 with contextlib.suppress(SandboxError):
                     await remove(self.control, self.name)
                 return
-            # Between two looks at what a box has written to its image's file system; longer where a look takes long.
+            # The pause between two looks at what a box has written; longer where a look takes long.
             await asyncio.sleep(max(2.0, 20 * (time.monotonic() - started)))
 
     async def written_bytes(self) -> int:
@@ -195,7 +195,7 @@ class Container:
         """
         params = {"since": "1", "filters": json.dumps({"container": [self.name], "event": ["oom"]})}
         with contextlib.suppress(SandboxError):
-            # Time for the engine to report why a container ended.
+            # The engine has a second to report why a container ended.
             async with (
                 calling("asking why a box ended", 1.0),
                 self.control._query("events", params=params) as answer,
@@ -224,7 +224,7 @@ class Container:
         import aiodocker
 
         try:
-            # Time for a first process whose stdin closed to end; then the engine kills it.
+            # A first process whose stdin closed has 2 s to end; then the engine kills it.
             async with asyncio.timeout(2.0), calling("waiting for a box to end"):
                 await self.control.containers.container(self.name).wait(condition="removed")
         except TimeoutError:

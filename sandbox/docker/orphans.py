@@ -107,7 +107,7 @@ def is_abandoned(listed: dict[str, Any], now: float) -> bool:
     """`listed`: the engine's entry of a container (State, Created in seconds, Labels)."""
     gone = _process_is_gone(listed)
     if gone is None:
-        # Another machine's process cannot be looked at: its container is abandoned when it does not run at this age.
+        # Another machine's process cannot be looked at: its container is abandoned if it does not run at that age.
         return listed.get("State") != "running" and now - listed.get("Created", now) > 600.0
     return gone
 
@@ -115,7 +115,7 @@ def is_abandoned(listed: dict[str, Any], now: float) -> bool:
 def image_is_abandoned(listed: dict[str, Any], now: float) -> bool:
     """`listed`: the engine's entry of an image (Created in seconds, Labels)."""
     gone = _process_is_gone(listed)
-    # The same of an image: no episode lasts longer.
+    # No episode needs an image for longer than a day.
     return now - listed.get("Created", now) > (24 * 3600.0) if gone is None else gone
 
 

@@ -97,7 +97,7 @@ class DockerSandbox(LimitedSandbox):
         image, needs = await self._image(slot.image or self.config.image), slot.needs
         if is_snapshot(image.name):
             release = self._sweeping_after(release)
-        # CPU limit of a process in a box with its own root (builds, services); share and run limits still hold.
+        # A box with its own root has builds and services: no CPU limit in effect; share and run limits still hold.
         own = {"memory_mb": needs.memory_mb, "cpus": needs.cpus, "cpu_s": 1_000_000 if needs.own_root else None}
         config = self.config.model_copy(update={name: value for name, value in own.items() if value is not None})
 

@@ -56,7 +56,7 @@ class OutputCapture:
 
     @property
     def flooded(self) -> bool:
-        # A run that writes this many times its limit is ended; up to there it is only cut.
+        # A run that writes 16 times its limit is ended; up to there it is only cut.
         return self.total_bytes > max(16 * self.limit_bytes, 8 << 20)
 
     @property

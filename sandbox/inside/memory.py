@@ -63,7 +63,7 @@ class MemoryWatch:
         if time.monotonic() >= self._locks_due_s:  # many processes at once take some 10 MB of locks in that time
             self._locks_due_s = time.monotonic() + LOCKS_LOOK_S
             free = -1 if has_many_locks() else free
-        # Rate at which a box may fill the rest of its memory: the next look comes no later than that.
+        # A box may fill the rest of its memory at 4 GiB/s: the next look comes no later than that.
         self.pause_s = min(max(free / (4 << 30), LOOK_S[0]), LOOK_S[1])
         return free < 0
 

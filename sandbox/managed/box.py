@@ -123,7 +123,7 @@ class ManagedBox(Box):
 
     async def _reconnect(self, broken: Exception) -> None:
         """Raises `BoxEnded` where the box, or what runs in it, is gone, or cannot be reached in time."""
-        # For how long a broken connection is made anew before the box counts as lost.
+        # A broken connection is made anew for 30 s before the box counts as lost.
         deadline = time.monotonic() + 30.0
         failures = 0
         await self._hang_up()

@@ -105,7 +105,7 @@ def certain_rounds(task: SweTask, files: Mapping[str, bytes], count: int) -> lis
     """
     dice = random.SystemRandom()
     fixed = fixed_dice(task)
-    # Wrong versions of each test that are drawn, to find as many different ones as there are rounds.
+    # Four wrong versions of each test are drawn per round, to find as many different ones as there are rounds.
     drawn = [_wrong_versions(task, files, fixed) for _ in range(4 * count)]
     chosen: list[dict[tuple[str, Name], Edit]] = [{} for _ in range(count)]
     for one in drawn[0]:

@@ -150,7 +150,7 @@ class Reference:
         if self._base is None or not self.reached:
             return []
         for _ in range(2 * count):
-            # Proven plans that are kept, for each round of a grading: later gradings choose among them.
+            # Two proven plans are kept for each round of a grading: later gradings choose among them.
             if len(self._plans) >= count * 2:
                 break
             one = await self._try(boxes, self._base, 0.5)

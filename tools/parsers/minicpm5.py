@@ -29,7 +29,6 @@ class MiniCpm5Parser(MarkedParser):
         reader = ArgumentReader(head[1], tools, (OPEN, CLOSE, PARAM, END_PARAM))
         position = head.end()
         while param := _PARAM.match(text, position):
-            # Adds a parameter; where its tag ends.
             is_text = text.startswith(CDATA, param.end())
             start, mark = (param.end() + len(CDATA), END_CDATA + END_PARAM) if is_text else (param.end(), END_PARAM)
             end = text.find(mark, start)

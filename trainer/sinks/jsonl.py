@@ -45,7 +45,7 @@ class JsonLines:
         if not records:
             return
         rewrite_jsonl(self._trajectories / f"step_{step:06d}.jsonl", records)
-        if step % 50 == 0:  # steps between two looks at the size of all recorded trajectories
+        if step % 50 == 0:  # the size of all recorded trajectories is looked at now and then
             total = 0
             for path in sorted(self._trajectories.glob("step_*.jsonl"), reverse=True):
                 total += path.stat().st_size

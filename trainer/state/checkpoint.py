@@ -44,13 +44,13 @@ logger = logging.getLogger(__name__)
 
 def save_timeout_s(publish_timeout_s: float, state_bytes: int) -> float:
     """A checkpoint of which a rank writes `state_bytes` that is not durable and committed by then stops the run."""
-    # Time to write, seal and commit a checkpoint, without that for its bytes and for the version that it waits for.
+    # 900 s to write, seal and commit, without the time for the bytes and for the version that it waits for.
     return publish_timeout_s + 900.0 + state_bytes / SLOWEST_BYTES_PER_S
 
 
 def read_timeout_s(share_bytes: int) -> float:
     """A rank that has not read and compared its `share_bytes` of a checkpoint by then stops the run."""
-    # Time to read files of a checkpoint and compare them, without that for their bytes.
+    # 600 s to read files of a checkpoint and compare them, without the time for their bytes.
     return 600.0 + share_bytes / SLOWEST_BYTES_PER_S
 
 

@@ -216,7 +216,7 @@ def token_ends(ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:
     behind, read, length = 0, 0, 0
     for end in range(1, len(ids) + 1):
         now = tokenizer.decode(ids[behind:end], skip_special_tokens=False)
-        # What a decoder writes for bytes that are no whole character (yet).
+        # A decoder writes U+FFFD for bytes that are no whole character (yet).
         if not now.endswith("\ufffd") or end - read >= MOST_BYTES:
             before = tokenizer.decode(ids[behind:read], skip_special_tokens=False) if read > behind else ""
             length = min(len(text), length + max(0, len(now) - len(before)))

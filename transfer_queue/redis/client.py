@@ -174,7 +174,7 @@ class Connection:
         for node in await self._masters():
             cursor = b"0"
             while True:
-                # Keys per SCAN: Redis blocks other clients meanwhile.
+                # A thousand keys per SCAN: Redis blocks other clients meanwhile.
                 call = RedisCall(("SCAN", cursor, "MATCH", pattern, "COUNT", 1000), node)
                 await self._finish("SCAN", [[call]])
                 cursor, keys = call.reply

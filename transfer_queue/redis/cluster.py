@@ -280,7 +280,7 @@ class Cluster:
             for node in [*known, self._seed]:
                 call = RedisCall(("CLUSTER", "SLOTS"))
                 with contextlib.suppress(TimeoutError):  # its error says that no reply came
-                    # Timeout of one node's slot map; then the next node is asked.
+                    # A node has 2 s for its slot map; then the next node is asked.
                     async with asyncio.timeout(2.0):
                         await node.run([call])
                 if call.error is None:

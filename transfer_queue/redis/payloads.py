@@ -131,7 +131,7 @@ class Payloads:
         try:
             for share in _shares(pieces):
                 under_way.append(asyncio.create_task(self._connection.many([piece.command for piece in share])))
-                # Round trips in flight while the caller processes the replies of another.
+                # One round trip is in flight while the caller processes the replies of another.
                 if len(under_way) > 1:
                     yield await under_way.popleft()
             while under_way:
@@ -231,7 +231,7 @@ class PayloadReader:
         for episode_id, location in zip(episode_ids, await self._locate(episode_ids), strict=True):
             if not location.name:
                 raise BadPayload(f"{episode_id}: no payload; not completed, or its step is committed")
-            if location.size == -1:  # size that script ``locate`` gives a payload in the batch log
+            if location.size == -1:  # by script ``locate``: a payload in the batch log
                 spilled.append(episode_id)
             else:
                 stored[episode_id] = location

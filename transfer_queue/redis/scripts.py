@@ -76,7 +76,7 @@ def script(name: str) -> Script:
     halves = [_sections()["part", part].partition(_EACH_CALL) for part in dict.fromkeys(needed)]
     each_call = "\n".join([*(after for _, _, after in halves), body])
     source = "\n".join([_LAYOUT, *(definitions for definitions, _, _ in halves), each_call])
-    # Parts of scripts that must also run at maxmemory.
+    # Scripts with these parts must also run at maxmemory.
     flags = header.get("flags", []) + (["allow-oom"] if {"full", "trainer"} & set(header.get("needs", [])) else [])
     return Script(name, source, tuple(flags), each_call)
 

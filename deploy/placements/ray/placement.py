@@ -221,8 +221,7 @@ class RayPlacement:
                 try:
                     yield
                 finally:
-                    # Weights in the shared memory of every node that had a role and is alive; `launch` sees to this
-                    # machine.
+                    # Weights in the shared memory of living nodes that had a role; `launch` sees to this machine.
                     alive = {node["NodeID"] for node in living_nodes()}
                     used = {node for member in self._members for node in member.nodes}
                     await asyncio.gather(*(_clean_node(node, config) for node in alive & used))

@@ -112,7 +112,7 @@ async def _help(command: Sequence[str]) -> str:
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        # Deadline of `--help`, which imports everything that the server is made of, on a busy machine.
+        # `--help` imports everything that the server is made of, perhaps on a busy machine.
         async with asyncio.timeout(180.0):
             output, _ = await process.communicate()
     except TimeoutError:

@@ -69,7 +69,7 @@ class SGLangStream(AnswerStream):
         if not self.ended:
             # A server that does not answer this is gone or hangs, which its supervisor finds out by itself.
             with contextlib.suppress(OSError):
-                # Deadline of the call that aborts an answer.
+                # The call that aborts an answer has 5 s.
                 await self._events.call("/abort_request", json.dumps({"rid": self._rid}).encode(), 5.0)
         await super().close()
 

@@ -75,7 +75,7 @@ class VLLMWeights(HttpWeights[Manifest]):
         except asyncio.CancelledError:
             if self._in_session:  # the server may have ended with the swap
                 with contextlib.suppress(EngineError, TimeoutError):
-                    # Deadline for ending the session of a cancelled swap: the engine ends soon after.
+                    # The session of a cancelled swap has 5 s to end: the engine ends soon after.
                     async with asyncio.timeout(5.0):
                         await self._finish()
             raise
