@@ -153,6 +153,14 @@ class MemorySteps(MemoryRun):
                 del state.groups[group.task.task_id]
         return len(leaving)
 
+    async def pass_step(self, step: int) -> bool:
+        await self.check_training()
+        if step != self._state.next_step or step != self._state.version:
+            return False
+        self._state.batches[step] = []
+        self._state.next_step += 1
+        return True
+
     async def publish_version(self, announcement: Announcement) -> bool:
         await self.check_training()
         version = announcement.version

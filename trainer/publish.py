@@ -110,7 +110,7 @@ class Publisher(BackgroundWork):
         """Publish the engine's present weights as `version`, in the background.
 
         A version that the queue already has is not published again (a replay after a restart); only if its file is
-        gone, or the queue has forgotten its place, is the current one written anew.
+        gone, or the queue has forgotten its place, is the current one written anew, if its weights are the same.
         """
         await self.settle()
         renew = version == self.published and await self._in_torch(self._ranks.from_rank0, await self._is_gone())
@@ -163,8 +163,12 @@ class Publisher(BackgroundWork):
             # A trainer that was replaced ends here; one that is replaced meanwhile writes under another name.
             await self._queue.check_training()
             announcement = Announcement(version, (await write()).as_dict())
+            if renew and await self._has_other_weights(announcement):
+                await self._pass_on(version)
+                return
             if renew:
-                await self._report_renewal(announcement)
+                place = self._files.directory
+                logger.warning("the weights of version %d were gone; written again to %s", version, place)
                 await self._queue.renew_manifest(announcement)
             elif not await self._queue.publish_version(announcement):
                 raise TrainerFenced(
@@ -177,21 +181,23 @@ class Publisher(BackgroundWork):
                 self._out = max(self._out, version)
                 self._changed.notify_all()
 
-    async def _report_renewal(self, renewed: Announcement) -> None:
-        """Log that the current version is written again, as an error where its number now names other weights."""
-        assert self._files is not None
+    async def _has_other_weights(self, renewed: Announcement) -> bool:
+        """Return True if the number of `renewed` names other weights than these, which servers may hold."""
         current = await self._queue.latest_version()
-        if current is None or WeightFiles.state_in(current.manifest) in ("", WeightFiles.state_in(renewed.manifest)):
-            logger.warning(
-                "the weights of version %d were gone; written again to %s", renewed.version, self._files.directory
-            )
-            return
+        if current is None or current.version != renewed.version:
+            return False
+        return WeightFiles.state_in(current.manifest) not in ("", WeightFiles.state_in(renewed.manifest))
+
+    async def _pass_on(self, version: int) -> None:
+        """Leave the current `version` as it is announced, for good: the weights here get the next number."""
+        passed = await self._queue.pass_step(version)
         logger.error(
-            "the weights of version %d were gone, and those written again to %s differ from what was announced: its "
-            "steps were trained again with other settings, or a damaged checkpoint lost their updates. Rollout servers "
-            "load the new weights; episodes of this version are of either",
-            renewed.version,
-            self._files.directory,
+            "the weights of version %d are gone, and those here differ from what was announced: its steps were trained "
+            "again with other settings or other rounding, or a damaged checkpoint lost their updates. Rollout servers "
+            "get version %d%s",
+            version,
+            version + 1,
+            f", with the weights here: step {version} is passed" if passed else "",
         )
 
     async def _written(self, version: int, weights: list[tuple[str, Tensor]], files: WeightFiles) -> Manifest:

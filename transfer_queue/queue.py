@@ -147,9 +147,9 @@ class TransferQueue(Protocol):
         """Become the run's trainer, in `holder`'s name: returns an epoch above every earlier one, which this client
         carries from now on.
 
-        Every call that writes steps or versions (`lease_batch`, `publish_version`, `renew_manifest`, `spill`, `commit`)
-        carries its client's epoch and raises `TrainerFenced` where a later one has been claimed: of two trainers that
-        are alive, one writes. A client without an epoch is refused as soon as there is one.
+        Every call that writes steps or versions carries its client's epoch and raises `TrainerFenced` where a later one
+        has been claimed: of two trainers that are alive, one writes. A client without an epoch is refused as soon as
+        there is one.
         """
 
     def join_training(self, epoch: int) -> None:
@@ -189,11 +189,18 @@ class TransferQueue(Protocol):
         fixed or is committed.
         """
 
+    async def pass_step(self, step: int) -> bool:
+        """Fix the step of the current version as one without groups: the next version has the same weights.
+
+        Groups that were due in it are over age in the step after it. False (no-op) where it is fixed already.
+        """
+
     async def publish_version(self, announcement: Announcement) -> bool:
         """Make `version` current: step `version − 1` counts as trained. False (no-op) for a version already published.
 
         A trainer that resumes from an older checkpoint replays the steps in between on their recorded batches and
-        publishes nothing until it is past the newest version: a version number never names two sets of weights.
+        publishes nothing until it is past the newest version: a version number never names two sets of weights. Where
+        nobody has the newest version's file and the replayed weights are others, they get the next number: `pass_step`.
         """
 
     async def renew_manifest(self, announcement: Announcement) -> bool:

@@ -20,7 +20,7 @@ from penstock.common import cancel_and_wait
 from penstock.trainer import Ranks, TrainJob
 from penstock.trainer.publish import Publisher, PublishTimeout
 from penstock.trainer.ranks.distributed import TorchThread
-from penstock.transfer_queue import Announcement, ServerInfo, Task, TrainerFenced
+from penstock.transfer_queue import Announcement, Batch, ServerInfo, Task, TrainerFenced
 from penstock.weight_sync import Manifest, NoSpace, Shard, WeightFiles, read_verified
 
 pytestmark = pytest.mark.torch
@@ -213,18 +213,34 @@ async def test_broadcast_that_could_not_be_made_again_is_renewed_with_the_weight
 
 
 @pytest.mark.parametrize("differs", [False, True])
-async def test_a_version_written_again_with_other_weights_is_an_error(
-    open_setting: Callable[..., Any], caplog: pytest.LogCaptureFixture, differs: bool
+async def test_a_version_that_is_gone_is_written_again_only_with_its_own_weights(
+    open_setting: Callable[..., Any], differs: bool
 ) -> None:
     setting = await open_setting()
     await setting.step(1)
-    Path(setting.queue.announced[0].manifest["path"]).unlink()
+    before = setting.queue.announced[0].manifest
+    Path(before["path"]).unlink()
     if differs:
         setting.engine.step()
     await setting.publisher.announce(1)
     await setting.publisher.settle()
-    assert setting.queue.renewed == [1]
-    assert [record.levelname for record in caplog.records if "written again" in record.message] == [
-        "ERROR" if differs else "WARNING"
-    ]
-    assert ("differ from what was announced" in caplog.text) == differs
+    assert setting.queue.renewed == ([] if differs else [1])
+    current = await setting.queue.latest_version()
+    assert (current.version, current.manifest["tensors"]) == (1, before["tensors"])
+    if differs:
+        assert await setting.queue.lease_batch(1) == Batch(1, [])
+        await setting.publisher.announce(2)
+        await setting.publisher.settle()
+        assert read_verified(setting.manifests[-1])["w"][0] == 2
+
+
+async def test_a_batch_that_is_fixed_is_trained_where_its_version_is_gone(open_setting: Callable[..., Any]) -> None:
+    setting = await open_setting()
+    await setting.step(1)
+    batch = await setting.queue.lease_batch(1)
+    Path(setting.queue.announced[0].manifest["path"]).unlink()
+    setting.engine.step()
+    await setting.publisher.announce(1)
+    await setting.publisher.settle()
+    assert batch.groups
+    assert await setting.queue.lease_batch(1) == batch

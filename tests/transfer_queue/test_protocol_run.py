@@ -122,6 +122,7 @@ CALLS: dict[str, Callable[[TransferQueue], Awaitable[object]]] = {
     "check_training": lambda queue: queue.check_training(),
     "lease_batch": lambda queue: queue.lease_batch(0),
     "spill": lambda queue: queue.spill(0, ["train/0000#0"]),
+    "pass_step": lambda queue: queue.pass_step(0),
     "drop_lost": lambda queue: queue.drop_lost(0, ["train/0000#0"]),
     "publish_version": lambda queue: queue.publish_version(Announcement(1, {})),
     "renew_manifest": lambda queue: queue.renew_manifest(Announcement(0, {})),

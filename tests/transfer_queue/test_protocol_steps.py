@@ -142,6 +142,28 @@ async def test_no_version_is_left_out(make_queue) -> None:
     assert await queue.publish_version(Announcement(2, {}))
 
 
+async def test_a_step_that_is_passed_leaves_no_group_unaccounted(make_queue) -> None:
+    queue = await make_queue(LIMITS)
+    await queue.submit(tasks(6), cursor=at(6))
+    await finish_all(queue)
+    await train(queue, 0)
+    running, *_ = await queue.lease_episodes("w", 4, 1)
+    assert await queue.pass_step(2) is False, "one step after the other"
+    assert await queue.pass_step(1)
+    assert await queue.pass_step(1) is False, "a repeat"
+    assert await queue.lease_batch(1) == Batch(1, [])
+    assert await queue.publish_version(Announcement(2, {"path": "v2"}))
+    await queue.complete(running, trajectory(running))
+    assert await queue.lease_batch(2) == Waiting("0 of 2 groups ready; 2 in flight, 0 queued")
+    status = await queue.status()
+    groups = dict(status.groups)
+    assert groups.pop("submitted") == sum(groups.values()) == 6
+    assert (groups["trained"], groups["admitted"], groups["dropped_over_age"]) == (2, 2, 2), "the two due at step 1"
+    await queue.commit(2)
+    status = await queue.status()
+    assert (status.episodes["committed"], status.episodes["dropped"], status.committed_step) == (4, 4, 2)
+
+
 async def test_a_mark_changes_whenever_the_announcement_does(make_queue) -> None:
     queue = await make_queue(LIMITS)
     assert await queue.latest_mark() is None
@@ -249,6 +271,7 @@ STEP_CALLS: dict[str, Callable[[TransferQueue], Awaitable[object]]] = {
     "publish": lambda queue: queue.publish_version(Announcement(2, {"path": "other"})),
     "publish_again": lambda queue: queue.publish_version(Announcement(1, {"path": "other"})),
     "renew": lambda queue: queue.renew_manifest(Announcement(1, {"path": "other"})),
+    "pass": lambda queue: queue.pass_step(1),
     "spill": lambda queue: queue.spill(0, ["train/0000#0"]),
     "lose": lambda queue: queue.drop_lost(0, ["train/0000#0"]),
     "commit": lambda queue: queue.commit(1),

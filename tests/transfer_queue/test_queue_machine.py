@@ -277,13 +277,21 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _check_batch(self, batch: Batch) -> None:
         event("a batch shipped")
-        assert len(batch.groups) == self.limits.groups_per_step
+        assert len(batch.groups) in (0, self.limits.groups_per_step)
         for episode in [episode for group in batch.groups for episode in group]:
             assert self.step_of.setdefault(episode, batch.step) == batch.step, "trained twice"
             if self.limits.overage != "mask":
                 assert batch.step - self.oldest[episode] <= self.limits.max_staleness
         read = self.ask(lambda queue: queue.read([one for group in batch.groups for one in group]))
         assert len(read) == sum(map(len, batch.groups))
+
+    @rule()
+    def pass_step(self) -> None:
+        step = self.training
+        if self.ask(lambda queue: queue.pass_step(step)):
+            event("a step was passed")
+            assert step == self.version
+            assert self.batches.setdefault(step, Batch(step, [])) == Batch(step, [])
 
     @precondition(lambda self: self.training in self.batches)
     @rule()
@@ -310,7 +318,7 @@ class QueueMachine(RuleBasedStateMachine):
     def spill(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.batches)))
         episodes = [name for group in self.batches[step].groups for name in group]
-        share = data.draw(st.lists(st.sampled_from(episodes), unique=True, min_size=1))
+        share = data.draw(st.lists(st.sampled_from(episodes), unique=True, min_size=1)) if episodes else []
         moved = self.ask(lambda queue: queue.spill(step, share))
         event(f"spilled {moved}")
 

@@ -374,8 +374,10 @@ end
 
 -- Back-pressure. One step's worth of groups is always admitted: else a full queue could never ship, nor empty.
 local function room_allows()
-  local shipped = (run.next_step - math.max(run.version, run.committed_step)) * run.groups_per_step
-  local in_system = call('ZCARD', key('admitted')) + call('ZCARD', key('ready')) + shipped
+  local in_system = call('ZCARD', key('admitted')) + call('ZCARD', key('ready'))
+  for step = math.max(run.version, run.committed_step), run.next_step - 1 do
+    in_system = in_system + run.groups_per_step - tonumber(call('HGET', STEPS, 'lost:' .. step) or 0)
+  end
   if in_system < run.groups_per_step then return true end
   if run.max_groups > 0 and in_system >= run.max_groups then return false end
   return tonumber(call('HGET', key('counters'), 'unconsumed') or 0) <= run.max_bytes

@@ -177,6 +177,15 @@ if step < math.max(run.version, run.trained_below) then count('trained', -lost) 
 call('HSET', STEPS, 'batch:' .. step, cmsgpack.pack(kept))
 return lost
 
+-- script: pass_step
+-- needs: run, trainer, fenced
+-- ARGV: step. Fixes the step of the current version as one without groups. Returns 1, or 0 if it is fixed already.
+local step = tonumber(ARGV[1])
+if step ~= run.next_step or step ~= run.version then return 0 end
+call('HSET', STEPS, 'batch:' .. step, cmsgpack.pack({}), 'lost:' .. step, run.groups_per_step, 'next_step', step + 1)
+call('HINCRBY', key('counts'), 'payload_lost_groups', 0)  -- `status` looks for steps with fewer groups where this is there
+return 1
+
 -- script: publish_version
 -- needs: run, trainer, fenced, server, episode, steps
 -- ARGV: version, packed announcement, its packed mark, nonce. Returns 1 if it became current, 0 if it was published

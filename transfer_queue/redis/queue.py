@@ -267,6 +267,9 @@ class RedisTransferQueue:
         await self._sweep()
         return lost
 
+    async def pass_step(self, step: int) -> bool:
+        return bool(await self._fenced("pass_step", step))
+
     async def publish_version(self, announcement: Announcement) -> bool:
         packed, mark = _marked(announcement)
         new = bool(await self._fenced("publish_version", announcement.version, packed, mark, _nonce()))

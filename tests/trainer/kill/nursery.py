@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch.utils.tensorboard  # noqa: F401 - loaded once, before the first fork
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from faults.plan import ANYWHERE, Gaps
-from planted import die_anywhere, plant
+from planted import die_anywhere, plant, write_down_versions
 from trainer_support import make_job
 
 from penstock.common import die_with_parent
@@ -46,6 +46,7 @@ class Life:
 async def live(life: Life) -> None:
     """Train to the end, or to the gap."""
     folder, chance = Path(life.folder), random.Random(life.seed)
+    write_down_versions(folder / "versions.jsonl")
     plant(Gaps(life.gap, life.passes, chance))
     if life.gap == ANYWHERE:
         die_anywhere(chance)

@@ -12,16 +12,18 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from faults.plan import Gaps
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from penstock.common import append_jsonl
 from penstock.trainer import Learner, Recorder
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.state.checkpoint import CheckpointStore
-from penstock.transfer_queue import Batch, BatchLog, RedisTransferQueue
-from penstock.weight_sync import WeightPublisher
+from penstock.transfer_queue import Announcement, Batch, BatchLog, RedisTransferQueue
+from penstock.weight_sync import Manifest, WeightPublisher
 
 STEP = ("before_lease", "after_lease", "before_update", "after_update")
 PUBLISH = ("before_weights", "after_weights", "before_publish", "in_publish", "after_publish")
@@ -55,6 +57,20 @@ def plant(gaps: Gaps) -> None:
     # `complete` is written and the folder has not its name yet; the step's episodes are recorded and its metrics not.
     _before("penstock.trainer.state.checkpoint", "fsync_tree", "in_seal", gaps)
     _before("penstock.trainer.state.recorder", "readable_trajectory", "in_record", gaps)
+
+
+def write_down_versions(path: Path) -> None:
+    """A line for each announcement that the queue took: [version, state of its tensors]."""
+    for method in ("publish_version", "renew_manifest"):
+        work = getattr(RedisTransferQueue, method)
+
+        async def done(queue: Any, announcement: Announcement, work: Any = work) -> bool:
+            taken: bool = await work(queue, announcement)
+            if taken:
+                append_jsonl(path, [[announcement.version, Manifest.parse(announcement.manifest).state]])
+            return taken
+
+        setattr(RedisTransferQueue, method, done)
 
 
 def die_anywhere(chance: random.Random) -> None:

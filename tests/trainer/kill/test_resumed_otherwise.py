@@ -1,0 +1,78 @@
+"""Trainers that come back to a published version with other weights, after the machine took the version's file along.
+
+Whatever brought them there: no number names two sets of weights, the run ends, and its accounts balance.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kill_stage import KILLED, SETTINGS, STEPS, KilledRun, Nursery
+
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.redis,
+    pytest.mark.torch,
+    pytest.mark.crash,
+    pytest.mark.asyncio(loop_scope="session"),
+]
+
+
+def learn_faster(run: KilledRun) -> None:
+    run.settings = {**SETTINGS, "lr": 1e-2}
+
+
+def damage_newest_checkpoint(run: KilledRun) -> None:
+    newest = max((run.root / "checkpoints").glob("step_????????"))
+    largest = max(newest.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+
+
+LIVES: dict[str, tuple[tuple[str, int], int, Callable[[KilledRun], None]]] = {
+    "other settings, the next step is not sampled": (("after_publish", 5), 5, learn_faster),
+    "other settings, the next step is fixed": (("after_publish", 5), 7, learn_faster),
+    "a damaged checkpoint": (("after_commit", 3), STEPS, damage_newest_checkpoint),
+}
+"""The gap in which the first life dies, steps that are sampled until then, what is done before the second."""
+
+
+@pytest.mark.parametrize("name", LIVES)
+async def test_no_version_names_two_sets_of_weights(
+    make: Callable[[str], KilledRun], nursery: Nursery, name: str
+) -> None:
+    (gap, passes), sampled, change = LIVES[name]
+    run = make("run")
+    async with run.worker() as worker:
+        worker.steps = sampled
+        assert await run.live(nursery, gap, passes) == KILLED
+        shutil.rmtree(run.folder / "weights")
+        change(run)
+        worker.steps = 2 * STEPS
+        assert await run.live(nursery) == 0
+    versions = [json.loads(line) for line in (run.folder / "versions.jsonl").read_text().splitlines()]
+    assert [version for version, _ in versions] == list(range(1, STEPS + 1)), "each is announced once"
+    await check_accounts(run)
+
+
+async def check_accounts(run: KilledRun) -> None:
+    queue = await run.queue()
+    try:
+        status, held = await queue.status(), await queue.held()
+        await queue.drop_run()
+    finally:
+        await queue.close()
+    groups: dict[str, Any] = dict(status.groups)
+    assert (status.version, status.committed_step) == (STEPS, STEPS)
+    assert groups.pop("submitted") == sum(groups.values())
+    assert (groups["shipped"], groups["trained"]) == (0, 0)
+    episodes = status.episodes
+    reasons = sum(episodes[name] for name in ("dropped", "filtered", "unrewarded", "group_failed", "payload_lost"))
+    assert episodes["completed"] == episodes["committed"] + len(held) + reasons
+    assert episodes["trained"] == episodes["committed"] == 4 * groups["committed"]
+    lines = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert all(line["tokens_masked"] == 0 for line in lines), "nothing over the bound is trained on"
