@@ -270,7 +270,7 @@ class Trainer:
         if self.feeder is not None and self.recorder is not None:
             await queue.commit(self.step)
             self.failures = Counter((await queue.status()).failures)
-            await asyncio.to_thread(self.recorder.rewind, self.step)
+            await asyncio.to_thread(self.recorder.rewind, self.step, self.saver.updates_lost)
             await self.feeder.start(self.step)
         self.step_began = time.monotonic()
 

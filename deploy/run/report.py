@@ -225,6 +225,7 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         "failed": get("episodes_failed"),
         "too old": get("episodes_dropped"),
         "payload lost": get("episodes_payload_lost"),
+        "update lost with a checkpoint": get("episodes_update_lost"),
         "in dead letters": get("episodes_buried"),
     }
     waits = {
@@ -278,6 +279,7 @@ def _accounts(steps: list[dict[str, Any]], status: Status, stored: set[str]) -> 
     `lost` = episodes acknowledged as complete − (trained + still held + counted under a reason).
     """
     trained = Counter(episode for row in steps for episode in row["episodes"])
+    unlearned = {episode for row in steps if row.get("update_lost") for episode in row["episodes"]}
     episodes = status.episodes
     reasons = {
         "episodes_dropped": episodes.get("dropped", 0),
@@ -289,7 +291,8 @@ def _accounts(steps: list[dict[str, Any]], status: Status, stored: set[str]) -> 
     still_held = len(stored - set(trained))
     return {
         "episodes": episodes.get("completed", 0),
-        "episodes_trained": len(trained),
+        "episodes_trained": len(trained) - len(unlearned),
+        "episodes_update_lost": len(unlearned),
         "episodes_held": still_held,
         **reasons,
         "episodes_failed": episodes.get("failed", 0),

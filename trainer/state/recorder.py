@@ -96,8 +96,11 @@ class Recorder(Records):
         self._save_trajectories = save_trajectories
         self._tokenizer = _tokenizer(model)
 
-    def rewind(self, step: int) -> None:
-        rewrite_jsonl(self._steps, (line for line in iter_jsonl(self._steps) if line["step"] < step))
+    def rewind(self, step: int, updates_lost: range = range(0)) -> None:
+        """`updates_lost`: earlier steps whose update the weights lack; their lines say so from now on."""
+        known = (line for line in iter_jsonl(self._steps) if line["step"] < step)
+        lost = {"update_lost": True}
+        rewrite_jsonl(self._steps, (line | lost if line["step"] in updates_lost else line for line in known))
         super().rewind(step)
 
     def step(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:

@@ -61,6 +61,8 @@ class Saver(BackgroundWork):
         self._nbytes = 0
         """Of all ranks' parts of a checkpoint."""
         self._saved = -1
+        self.updates_lost = range(0)
+        """Committed steps of which no checkpoint has the update, as `restore` finds out. Rank 0's."""
 
     @property
     def damaged(self) -> int:
@@ -87,7 +89,7 @@ class Saver(BackgroundWork):
             status = await self._queue.status()
             committed = status.committed_step
             if committed > (checkpoint.step if checkpoint else 0):
-                self._report_lost_updates(checkpoint, committed)
+                self.updates_lost = self._lost_updates(checkpoint, committed)
             if checkpoint is not None:
                 await self._catch_up(checkpoint, status)
                 self._recent.update(checkpoint.batches)
@@ -145,7 +147,8 @@ class Saver(BackgroundWork):
         )
         await self._queue.commit(checkpoint.step, checkpoint.batches)
 
-    def _report_lost_updates(self, checkpoint: CheckpointInfo | None, committed: int) -> None:
+    def _lost_updates(self, checkpoint: CheckpointInfo | None, committed: int) -> range:
+        """Return the steps whose updates are lost, and log them. Raises `NotResumable`."""
         if checkpoint is None:
             raise NotResumable(
                 f"the queue has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
@@ -160,6 +163,7 @@ class Saver(BackgroundWork):
             committed,
             checkpoint.step - 1,
         )
+        return range(checkpoint.step, committed)
 
     async def _finish(self, checkpoint: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
         with self._timeline.during(Track.CHECKPOINT, "checkpoint", checkpoint.step):

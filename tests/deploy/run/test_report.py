@@ -144,6 +144,18 @@ async def test_the_accounts_of_a_run_name_lost_and_repeated_episodes(
     )
 
 
+async def test_updates_that_a_checkpoint_took_along_are_not_counted_as_trained(
+    config: RunConfig, queue: MemoryTransferQueue
+) -> None:
+    run = RunDir.of(config)
+    queue._state.counts.update(completed=3)
+    steps = [{"step": 0, "episodes": ["a"]}, {"step": 1, "episodes": ["b", "c"], "update_lost": True}]
+    write_lines(run.steps, steps)
+    summary = await write_summary(config, run, queue, LivesTotal(1, 1.0, {}))
+    assert (summary["episodes_trained"], summary["episodes_update_lost"], summary["lost"]) == (1, 2, 0)
+    assert "1 trained, 2 update lost with a checkpoint; none lost" in describe_end(summary, run)
+
+
 def test_lives_are_summed_without_the_time_between_them(tmp_path: Path) -> None:
     now, path = 1000.0, tmp_path / "lives.json"
     killed = LivesFile(path, lambda: now)

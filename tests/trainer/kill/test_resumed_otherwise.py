@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kill_stage import KILLED, SETTINGS, STEPS, KilledRun, Nursery
+from kill_stage import EPISODES_A_STEP, KILLED, SETTINGS, STEPS, KilledRun, Nursery
 
 pytestmark = [
     pytest.mark.deep,
@@ -32,19 +32,28 @@ def damage_newest_checkpoint(run: KilledRun) -> None:
     largest.write_bytes(largest.read_bytes()[:-1])
 
 
-LIVES: dict[str, tuple[tuple[str, int], int, Callable[[KilledRun], None]]] = {
-    "other settings, the next step is not sampled": (("after_publish", 5), 5, learn_faster),
-    "other settings, the next step is fixed": (("after_publish", 5), 7, learn_faster),
-    "a damaged checkpoint": (("after_commit", 3), STEPS, damage_newest_checkpoint),
+def cut_batch_log(run: KilledRun) -> None:
+    """Of two steps that Redis holds no more, one has lost its file and the other the end of it."""
+    first, second = (next((run.root / "batches").glob(f"{step:08d}-*.batch")) for step in (3, 4))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-1])
+
+
+LIVES: dict[str, tuple[tuple[str, int], int, Callable[[KilledRun], None], int]] = {
+    "other settings, the next step is not sampled": (("after_publish", 5), 5, learn_faster, 0),
+    "other settings, the next step is fixed": (("after_publish", 5), 7, learn_faster, 0),
+    "a damaged checkpoint": (("after_commit", 3), STEPS, damage_newest_checkpoint, 0),
+    "a cut batch log": (("after_spill", 4), STEPS, cut_batch_log, 2 * EPISODES_A_STEP),
 }
-"""The gap in which the first life dies, steps that are sampled until then, what is done before the second."""
+"""The gap in which the first life dies, steps that are sampled until then, what is done before the second, and how many
+episodes it costs."""
 
 
 @pytest.mark.parametrize("name", LIVES)
 async def test_no_version_names_two_sets_of_weights(
     make: Callable[[str], KilledRun], nursery: Nursery, name: str
 ) -> None:
-    (gap, passes), sampled, change = LIVES[name]
+    (gap, passes), sampled, change, lost = LIVES[name]
     run = make("run")
     async with run.worker() as worker:
         worker.steps = sampled
@@ -55,10 +64,10 @@ async def test_no_version_names_two_sets_of_weights(
         assert await run.live(nursery) == 0
     versions = [json.loads(line) for line in (run.folder / "versions.jsonl").read_text().splitlines()]
     assert [version for version, _ in versions] == list(range(1, STEPS + 1)), "each is announced once"
-    await check_accounts(run)
+    await check_accounts(run, lost)
 
 
-async def check_accounts(run: KilledRun) -> None:
+async def check_accounts(run: KilledRun, lost: int) -> None:
     queue = await run.queue()
     try:
         status, held = await queue.status(), await queue.held()
@@ -72,6 +81,7 @@ async def check_accounts(run: KilledRun) -> None:
     episodes = status.episodes
     reasons = sum(episodes[name] for name in ("dropped", "filtered", "unrewarded", "group_failed", "payload_lost"))
     assert episodes["completed"] == episodes["committed"] + len(held) + reasons
+    assert episodes["payload_lost"] == lost
     assert episodes["trained"] == episodes["committed"] == 4 * groups["committed"]
     lines = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(STEPS))
