@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -137,6 +138,9 @@ class AgentConfig(BaseModel):
     )
     template_settings: dict[str, Any] = Field(
         default_factory=dict, description="Variables for the chat template, such as enable_thinking: false."
+    )
+    date: datetime.date | None = Field(
+        None, description="What chat templates take for today. Unset: the day on which the run started first."
     )
     capture: CaptureConfig = CaptureConfig()
     reward: str = Field(

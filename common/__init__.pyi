@@ -12,6 +12,7 @@ from .concurrency import gather_or_cancel as gather_or_cancel
 from .device_locks import DEVICE_WAIT_S as DEVICE_WAIT_S
 from .device_locks import DeviceBusy as DeviceBusy
 from .device_locks import load_on_devices as load_on_devices
+from .device_locks import named_gpus as named_gpus
 from .device_locks import until_up as until_up
 from .device_locks import visible_devices as visible_devices
 from .errors import USERS_FAULTS as USERS_FAULTS

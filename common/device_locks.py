@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +24,7 @@ from penstock.common.files import LOCK_POLL_S, FileLock, private_folder
 logger = logging.getLogger(__name__)
 DEVICE_WAIT_S = 1800.0
 """Ten starts of ordinary length, for those who start on one GPU."""
+GPU_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
 ENGINES_WAIT_S = 900.0
 """The trainer's wait for engines on its GPUs."""
 
@@ -58,11 +61,17 @@ async def load_on_devices(name: str, devices: Sequence[str], wait_s: float = DEV
         yield
 
 
+def named_gpus(words: str) -> tuple[str, ...]:
+    """Return the GPUs of a value of CUDA_VISIBLE_DEVICES. As CUDA does, read up to the first word that names none:
+    ``-1``, ``NoDevFiles`` (Slurm's), ``void``, also ``all``."""
+    return tuple(itertools.takewhile(GPU_NAME.fullmatch, (word.strip() for word in words.split(","))))
+
+
 def visible_devices() -> tuple[str, ...]:
     """Names of the GPUs that CUDA shows this process; all of the machine's where CUDA_VISIBLE_DEVICES is not set."""
     words = os.environ.get("CUDA_VISIBLE_DEVICES")
     if words is not None:
-        return tuple(word.strip() for word in words.split(",") if word.strip() not in ("", "-1"))
+        return named_gpus(words)
     return tuple(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
 
 

@@ -199,8 +199,8 @@ class TransferQueue(Protocol):
         """Make `version` current: step `version − 1` counts as trained. False (no-op) for a version already published.
 
         A trainer that resumes from an older checkpoint replays the steps in between on their recorded batches and
-        publishes nothing until it is past the newest version: a version number never names two sets of weights. Where
-        nobody has the newest version's file and the replayed weights are others, they get the next number: `pass_step`.
+        publishes nothing until it is past the newest version: a version number never names two sets of weights. If the
+        newest version's file is gone and the replayed weights are others, they get the next number (`pass_step`).
         """
 
     async def renew_manifest(self, announcement: Announcement) -> bool:

@@ -14,7 +14,7 @@ from penstock.agent_loops.chat.continuation import NUMBER
 from penstock.agent_loops.chat.images import NAMED, parts_of, take, with_images
 from penstock.agent_loops.chat.model_files import generation_stops, load_processor, load_tokenizer
 from penstock.agent_loops.chat.rendering import Rendering, key_of
-from penstock.agent_loops.chat.template import ChatTemplate, Message
+from penstock.agent_loops.chat.template import ChatTemplate, Message, dated
 from penstock.agent_loops.chat.thinking import OldThinking, ThinkingHistory, thinks, written_again
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import AgentError, TemplateError
@@ -231,6 +231,8 @@ def chat_of(model: str, config: AgentConfig) -> ChatTokens:
     for the parser.
     """
     tokenizer = load_tokenizer(model)
+    if config.date is not None:
+        tokenizer.chat_template = dated(tokenizer.chat_template, config.date)
     return ChatTokens(
         tokenizer,
         choose_parser(config.parser, ChatTemplate(tokenizer, config.template_settings)),

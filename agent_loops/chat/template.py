@@ -8,6 +8,7 @@ import re
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, Literal, get_args
 
 import xxhash
@@ -19,6 +20,7 @@ from penstock.tools.parsers import ToolCall
 
 Message = Mapping[str, Any]
 MARK = "REPLYMARKERQX"
+TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
@@ -37,6 +39,14 @@ class CallForm:
 
 
 CALL_FORMS = tuple(CallForm(as_text, ids) for as_text, ids in itertools.product((False, True), get_args(CallIds)))
+
+
+def dated(template: Any, day: date) -> Any:
+    """Return a tokenizer's template, or its templates by name, in which today is `day`."""
+    if isinstance(template, Mapping):
+        return {name: dated(one, day) for name, one in template.items()}
+    # transformers hands no function to a template, so the calls are replaced by what they return.
+    return TODAY.sub(lambda call: json.dumps(day.strftime(call[2])), template) if template else template
 
 
 class ChatTemplate:

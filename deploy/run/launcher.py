@@ -30,6 +30,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
 
 
 def _with_files(config: RunConfig, run: RunDir) -> RunConfig:
-    """The configuration as all roles get it: absolute runs_dir, and generated datasets as files of the run.
+    """The configuration as all roles get it: absolute runs_dir, generated datasets as files of the run, its date.
 
     Raises `ConfigError` where a dataset cannot be made.
     """
@@ -125,7 +126,15 @@ def _with_files(config: RunConfig, run: RunDir) -> RunConfig:
     except BadSpec as error:
         raise ConfigError(f"data: {error}") from error
     data = config.data.model_copy(update=dict(zip(sources, paths, strict=True)))
-    return config.model_copy(update={"runs_dir": str(Path(config.runs_dir).resolve()), "data": data})
+    agent = config.agent.model_copy(update={"date": config.agent.date or _first_day(run)})
+    return config.model_copy(update={"runs_dir": str(Path(config.runs_dir).resolve()), "data": data, "agent": agent})
+
+
+def _first_day(run: RunDir) -> date:
+    """Return the date of an earlier life's settings, else today."""
+    before = yaml.safe_load(run.config.read_text()) if run.config.exists() else {}
+    day = (before.get("agent") or {}).get("date")
+    return date.fromisoformat(str(day)) if day else date.today()
 
 
 @contextlib.asynccontextmanager

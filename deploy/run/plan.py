@@ -9,7 +9,6 @@ The trainer's ranks get the first GPUs, servers the ones that follow:
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import re
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.common import named_gpus
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import RunConnection
 from penstock.deploy.run.processes import RoleSpec
@@ -192,8 +192,10 @@ def visible_gpus() -> tuple[str, ...]:
     """Return the GPUs of CUDA_VISIBLE_DEVICES, else all that nvidia-smi lists, as CUDA names them."""
     named = os.environ.get(VARIABLE)
     if named is not None:
-        words = (word.strip() for word in named.split(","))
-        return tuple(itertools.takewhile(lambda word: word not in ("", "-1"), words))  # CUDA reads no further either
+        gpus = named_gpus(named)
+        if named.strip() == "all":
+            logger.warning("%s is 'all', which CUDA takes for none: unset it, or write the GPUs' numbers", VARIABLE)
+        return gpus
     try:
         return _ask_driver("index") if has_gpu() else ()
     except (OSError, subprocess.SubprocessError) as error:

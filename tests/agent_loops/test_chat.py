@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
+from datetime import date
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,6 +46,14 @@ def test_chat_contexts_extend_and_match_template(chat_for, template, data):
         assert after[: len(before) + len(sampled)] == [*before, *sampled]
         history += [{"role": "assistant", "content": reply}, *({"role": "tool", "content": text} for text in texts)]
         assert chat.decode(after) == chat.template.render(history, TOOLS, prompt=True)
+
+
+def test_todays_date_is_the_runs(tokenizer_for, tmp_path: Path) -> None:
+    tokenizer = tokenizer_for("qwen2_5")
+    dated = "{{ strftime_now('%d %b %Y') if strftime_now is defined }}" + tokenizer.chat_template
+    tokenizer_for(dated).save_pretrained(tmp_path)
+    chat = chat_of(str(tmp_path), AgentConfig(date=date(2024, 7, 26), parser="hermes"))
+    assert chat.template.render([USER], prompt=True).startswith("26 Jul 2024")
 
 
 def test_ids_of_canonical_replies_equal_those_of_the_whole_text(chat_for):

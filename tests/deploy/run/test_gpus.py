@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.deploy.conftest import RECIPE
 
+from penstock.common import visible_devices
 from penstock.deploy import RunConnection, RunDir, load_config, roles_of
 from penstock.deploy.preflight.machine import check_apart
 from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, gpus_of, gpus_of_server, visible_gpus
@@ -66,11 +67,15 @@ def test_each_role_has_its_own_gpus_from_the_trainers_on(count: int, words: str,
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [("", ()), ("-1", ()), ("3", ("3",)), ("2, 5", ("2", "5")), ("1,-1,2", ("1",)), ("GPU-ab", ("GPU-ab",))],
-)
-def test_the_environment_limits_the_gpus(value, expected, monkeypatch):
+    [
+        ("", ()), ("-1", ()), ("NoDevFiles", ()), ("void", ()), ("all", ()),
+        ("3", ("3",)), ("2, 5", ("2", "5")), ("1,-1,2", ("1",)), ("GPU-ab,MIG-c", ("GPU-ab", "MIG-c")),
+    ],
+)  # fmt: skip
+def test_the_environment_limits_the_gpus(value, expected, monkeypatch, caplog):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert visible_gpus() == expected
+    assert (visible_gpus(), visible_devices()) == (expected, expected)
+    assert ("CUDA takes for none" in caplog.text) == (value == "all")
 
 
 QUERY = '[ "$*" = "--query-gpu=index --format=csv,noheader,nounits" ]'

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,15 @@ from penstock.common import process_has_ended, process_identity
 from penstock.deploy import RunConfig, RunConnection, RunDir, load_config
 from penstock.deploy.config import dump_config
 from penstock.deploy.run.connection import connect_file
-from penstock.deploy.run.launcher import HeadLease, HeadTaken, changed_settings, describe_found, identity_of, launch
+from penstock.deploy.run.launcher import (
+    HeadLease,
+    HeadTaken,
+    _with_files,
+    changed_settings,
+    describe_found,
+    identity_of,
+    launch,
+)
 from penstock.testing import MemoryTransferQueue
 from penstock.trainer import DataConfig
 from penstock.transfer_queue import Limits, RedisServer, RunTaken, TransferQueueConfig
@@ -48,6 +57,16 @@ def lease(queue: MemoryTransferQueue, holder: str, ttl_s: float = 30.0) -> HeadL
     lease = HeadLease(queue, ttl_s=ttl_s, renew_s=0.01, poll_s=0.01)
     lease.holder = holder
     return lease
+
+
+def test_the_date_of_templates_is_that_of_the_first_start(mine: tuple[RunConfig, RunDir]) -> None:
+    config, run = mine
+    before = date.today()
+    first = _with_files(config, run)
+    assert before <= first.agent.date <= date.today()
+    dated = config.model_copy(update={"agent": config.agent.model_copy(update={"date": date(2001, 2, 3)})})
+    run.config.write_text(dump_config(_with_files(dated, run)))
+    assert _with_files(config, run).agent.date == date(2001, 2, 3)
 
 
 async def test_a_second_head_is_refused_with_the_name_of_the_first(queue: MemoryTransferQueue) -> None:
