@@ -1,7 +1,8 @@
 """Many kills of redis-server, of the trainer in every gap and of agent workers: what is lost, what is twice?
 
 Beside the kills: rows that end their workers, second heads, second trainers, a Redis whose clock steps by up to an
-hour, whose payloads vanish, and which once loads its file for two minutes.
+hour, whose payloads vanish, and which once loads its file for two minutes; batch logs that are cut, episodes that are
+ended twice under one fence.
 
 penstock bench faults --json; PENSTOCK_FAULT_KILLS (200) of Redis and of the trainer each, half as many of workers;
 PENSTOCK_FAULT_SEED; PENSTOCK_FAULT_LOAD_S (120).
@@ -31,7 +32,10 @@ from penstock.transfer_queue import QueueError
 KILLS_PER_STAGE = 25
 """A new stage has other limits: its group size, staleness, overage policy, filter and quota are random."""
 OF_ACCOUNTS = ("acknowledged", "trained", "steps", "owed", "poison_rows", "lost_payloads")
-OF_COUNTS = ("strangers_refused", "trainers_fenced", "clock_steps", "payloads_deleted", "loads", "loaded_s")
+OF_COUNTS = (
+    *("strangers_refused", "trainers_fenced", "clock_steps", "payloads_deleted", "logs_cut", "completions_repeated"),
+    *("loads", "loaded_s"),
+)
 
 
 @dataclass

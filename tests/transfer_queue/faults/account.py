@@ -93,7 +93,7 @@ async def draw_up(
         twice=books.twice(),
         poison_rows=len(books.poisoned & (letters := await dead_episodes(queue))),
         lost_payloads=status.episodes["payload_lost"],
-        counts=counts,
+        counts={**counts, "completions_repeated": sum(record["kind"] == "repeated" for record in books.told)},
     )
     account.wrong += books.wrong_lineage() + books.wrong_prints() + books.wrong_fences()
     account.wrong += wrong_counters(plan, books, status, held, tasks)

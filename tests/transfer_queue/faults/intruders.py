@@ -6,6 +6,8 @@ And the watch that notices a wedge: a run that trains no step while its Redis an
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
 import secrets
 from collections import Counter
@@ -19,12 +21,14 @@ from faults.havoc import HOUR_S
 from faults.plan import FaultPlan
 from faults.redis_clock import STEP_KEY
 from penstock.transfer_queue import (
+    BadPayload,
     QueueUnavailable,
     RedisServer,
     RedisTransferQueue,
     RunIdentity,
     RunTaken,
 )
+from penstock.transfer_queue.batch_log import read_table
 from penstock.transfer_queue.redis.server_config import newest_append_only_file
 
 HEAD, HEAD_TTL_S, HEAD_RENEW_S = "the head", 60.0, 2.0
@@ -78,7 +82,7 @@ class SlowlyLoadedServer(RedisServer):
 class Intruders:
     """Each method is one fault. `found`: what is wrong.
 
-    `counts`: ``strangers_refused``, ``clock_steps``, ``payloads_deleted``, ``loads``, ``loaded_s``.
+    `counts`: ``strangers_refused``, ``clock_steps``, ``payloads_deleted``, ``logs_cut``, ``loads``, ``loaded_s``.
     """
 
     def __init__(self, plan: FaultPlan, queue: RedisTransferQueue, server: SlowlyLoadedServer) -> None:
@@ -146,6 +150,18 @@ class Intruders:
             for key, episode in episodes.items()
             if held[task_of(episode)] >= 3 and task_of(episode) not in before
         ]
+
+    async def cut_log(self) -> None:
+        """One file of the batch log is gone or ends early: a trainer that replays its step finds no episode of it."""
+        for _ in range(LOOKS):
+            for path in sorted((self._plan.folder / "batches").glob("*.batch"), reverse=True):
+                with contextlib.suppress(FileNotFoundError, BadPayload):  # committed meanwhile; cut before
+                    episodes = read_table(path, int(path.name.partition("-")[0]))
+                    path.unlink() if self._chance.random() < 0.5 else os.truncate(path, path.stat().st_size - 1)
+                    self.deleted |= episodes.keys()
+                    self.counts["logs_cut"] += 1
+                    return
+            await asyncio.sleep(0.1)
 
     async def load_for_long(self, seconds: float) -> None:
         clock = asyncio.get_running_loop().time

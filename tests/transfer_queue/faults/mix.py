@@ -1,7 +1,7 @@
 """Every kind of fault in one stage, in proportion to the kills of redis-server and of the trainer.
 
 redis:    killed `kills` times, once of them it loads for long | trainers: die in every gap, and are overtaken
-workers:  killed half as often, and by poison rows             | strangers, a stepping clock, lost payloads
+workers:  killed half as often, and by poison rows             | strangers, a stepping clock, lost payloads, cut logs
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ async def play_mix(seed: int, kills: int, *, first_gap: int = 0, load_s: float =
             stage.every(lasting_s / others, intruders.second_head, times=others),
             stage.every(lasting_s / others, intruders.step_clock, times=others),
             stage.every(lasting_s / others, lambda: intruders.lose_payload(stage.client), times=others),
+            stage.every(lasting_s / others, intruders.cut_log, times=others),
             gaps=gaps,
         )
         account.wrong += [f"{key} is left in Redis" for key in await stage.leftovers()]

@@ -157,6 +157,8 @@ async def test_every_fault_of_the_campaign() -> None:
     # Under overage "drop" a group may be dropped before its poison row has lost as many leases as it may.
     assert account.poison_rows >= 1 or account.reasons["dropped"] >= 1
     assert account.counts["payloads_deleted"] >= 1
+    assert account.counts["logs_cut"] >= 1
+    assert account.counts["completions_repeated"] >= 1
 
 
 async def test_a_run_that_trains_nothing_is_called_wedged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,8 @@ TOGETHER = 0.3
 """Share of rounds whose completed episodes are ended together: half by one call, half by a call each at once."""
 INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
 ENDINGS = {"complete": 0.86, "fail": 0.09, "release": 0.05}
+OTHERWISE = 0.05
+"""Share of episodes that are ended a second time under their fence, with another reward: it must change nothing."""
 SHORT_PAUSE_S, IDLE_S = 0.004, 0.02
 
 
@@ -168,6 +170,9 @@ class Worker:
             return
         await self._queue.complete(lease, trajectory)
         self._acknowledged(facts)
+        if self._chance.random() < OTHERWISE and not self._plan.may_lose_tail:
+            await self._queue.complete(lease, trajectory_of(lease, entries, 1.0 - (reward or 0.0)))
+            self._told.write("repeated", episode=lease.episode_id, fence=lease.fence)
 
     async def _complete_many(self, ended: list[Ended]) -> None:
         refusals = await self._queue.complete_many([(lease, trajectory) for lease, trajectory, _ in ended])
