@@ -41,7 +41,7 @@ SLOW_ANSWER_S = 2.0
 
 
 class Wedged(AssertionError):
-    """No step was trained for a minute in which Redis answered and a trainer lived."""
+    """For a minute in which Redis answered and a trainer lived no step was fixed and no episode ended."""
 
 
 class SlowlyLoadedServer(RedisServer):
@@ -171,9 +171,10 @@ class Intruders:
         self.counts["loaded_s"] += round(clock() - began)
 
     async def watch(self, trainer_starts: Callable[[], int]) -> None:
-        """Raises `Wedged`. Until cancelled. A trainer that was killed has its minute anew."""
+        """Raises `Wedged`. Until cancelled. A trainer that was killed has its minute anew, and so has a run in which an
+        episode ended: on a machine with much else to do a step may take longer than a minute."""
         clock = asyncio.get_running_loop().time
-        newest, idle_s, asked_at = (-1, 0), 0.0, clock()
+        newest, idle_s, asked_at = (-1, 0, 0), 0.0, clock()
         while True:
             await asyncio.sleep(1.0)
             before = clock()
@@ -185,7 +186,7 @@ class Intruders:
             if clock() - before < SLOW_ANSWER_S:
                 idle_s += before - asked_at
             asked_at = clock()
-            if (reached := (status.step, trainer_starts())) != newest:
+            if (reached := (status.step, status.episodes["completed"], trainer_starts())) != newest:
                 newest, idle_s = reached, 0.0
             if idle_s > WEDGE_S:
                 raise Wedged(f"seed {self._plan.seed}: no step after {newest[0]} for {idle_s:.0f} s: {status}")

@@ -28,14 +28,13 @@ import redis.asyncio as aioredis
 import penstock
 from faults.account import Account, draw_up
 from faults.havoc import CuttingProxy
-from faults.intruders import Intruders, SlowlyLoadedServer, Wedged
+from faults.intruders import Intruders, SlowlyLoadedServer
 from faults.plan import ANYWHERE, OVERTAKEN, FaultPlan, random_limits
 from faults.redis_clock import STEP_KEY, movable_redis_clock
 from faults.trainer import FENCED, START_AGAIN
 from penstock.transfer_queue import Limits, RedisTransferQueue
 
 PASSWORD = "a-test-password"
-DRAIN_TIMEOUT_S = 300.0
 
 
 class Stage:
@@ -112,7 +111,7 @@ class Stage:
             finishing = group.create_task(self.troupe.finish_training())
             await asyncio.gather(*playing)
             self.plan.finish()
-            await self._drain(finishing)
+            await finishing  # `watch` ends it if nothing happens any more
             await self.troupe.stop_workers()
             for task in watching:
                 task.cancel()
@@ -126,13 +125,6 @@ class Stage:
         while not (await self.queue.status()).version:
             await asyncio.sleep(0.02)
         await fault
-
-    async def _drain(self, finishing: asyncio.Task[None]) -> None:
-        try:
-            async with asyncio.timeout(DRAIN_TIMEOUT_S):
-                await asyncio.shield(finishing)
-        except TimeoutError as error:
-            raise Wedged(f"seed {self.plan.seed}: not drained: {await self.queue.status()}") from error
 
     async def every(self, mean_s: float, fault: Callable[[], Awaitable[object]], *, times: int, name: str = "") -> None:
         """Play a fault `times` times, after random pauses; with a `name` it is counted under that."""
