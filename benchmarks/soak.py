@@ -3,9 +3,11 @@
     penstock bench soak --json
 
 The calculator recipe: engine `hf`, boxes of bubblewrap, a real Redis. Killed by SIGKILL: an agent worker, a rollout
-server or its engine, the trainer, redis-server, or the supervisor itself, which is then started with ``--resume``. At
-the end the run is stopped and resumed for its last steps; then the accounts must balance, nothing may be left of it on
-the machine, and the memory of each role must not have grown.
+server or its engine, the trainer, redis-server, or the supervisor itself, which is then started with ``--resume``. Now
+and then the trainer's disk is full at a checkpoint, which ends the run until it is resumed, or a file of the batch log
+is cut before the trainer is killed. At the end the run is resumed with two servers, of which one dies for good, and
+once more for its last steps; then the accounts must balance, nothing may be left of it on the machine, and the memory
+of each role must not have grown.
 
 PENSTOCK_SOAK_MINUTES (30); PENSTOCK_SOAK_SEED (random); PENSTOCK_SOAK_FOLDER: where the run's folder is kept.
 """
@@ -27,8 +29,16 @@ from benchmarks.support.left_behind import left_behind, wait_for_nothing
 from benchmarks.support.soak_run import LOOK_S, ROLES, SUPERVISOR, EndedEarly, SoakRun
 
 PAUSE_S = (5.0, 15.0)
-WEIGHTS = {**dict.fromkeys(ROLES, 2), SUPERVISOR: 1}
-"""How often a role is chosen. With its supervisor the whole run dies; after that it needs time to train anything."""
+FULL_DISK, CUT_LOG, LOST_SERVER = "full disk", "cut batch log", "server lost for good"
+WEIGHTS = {**dict.fromkeys(ROLES, 2), SUPERVISOR: 1, FULL_DISK: 1, CUT_LOG: 2}
+"""How often a role or a fault is chosen. With its supervisor the whole run dies; after that it needs time to train
+anything."""
+FULL_AT = 8 << 20
+"""Bytes: more than a version of the calculator's model takes, less than its checkpoint."""
+NOT_SAVED = "was not written: "
+"""In what a run says that ends because of its disk."""
+LOSES_SERVER = ("rollout.servers=2", "rollout.max_restarts=1")
+LOST, LOST_WITHIN_S = "the run continues with 1 of 2 rollout servers", 300.0
 GROWN_UP_S = 60.0
 """A process that is younger may still be taking what it needs: on a busy machine a trainer needs 20 s to be there."""
 UNTIL_FIRST_STEP_S, UNTIL_END_S = 600.0, 900.0
@@ -96,7 +106,10 @@ class Soak:
                 self._run.check()
             except EndedEarly as error:
                 say(f"soak: {error}")
-                self.ended.append(str(error))
+                if NOT_SAVED in str(error):
+                    self.kills[FULL_DISK] += 1
+                else:
+                    self.ended.append(str(error))
                 self._run.start(steps=NEVER, resume=True)
                 continue
             self._kill_one()
@@ -109,15 +122,39 @@ class Soak:
 
     def _kill_one(self) -> None:
         """No kill where no process has the role now: a run that starts again begins with its supervisor alone."""
-        (role,) = self._chance.choices([*WEIGHTS], [*WEIGHTS.values()])
+        (fault,) = self._chance.choices([*WEIGHTS], [*WEIGHTS.values()])
+        role = "trainer" if fault in (FULL_DISK, CUT_LOG) else fault
         pids = [process.pid for name, process in self._run.parts() if name == role]
-        if not pids:
+        if not pids or (fault == CUT_LOG and not self._run.cut_log()):
             return
-        if self._run.kill(self._chance.choice(pids)):
-            self.kills[role] += 1
-            say(f"soak: killed {role}; {self._run.newest_step()} steps so far")
+        if fault == FULL_DISK:
+            for pid in pids:
+                self._run.limit_files(pid, FULL_AT)
+        elif self._run.kill(self._chance.choice(pids)):
+            self.kills[fault] += 1
+            say(f"soak: {fault} killed; {self._run.newest_step()} steps so far")
         if role == SUPERVISOR:
             self._run.start(steps=NEVER, resume=True)
+
+    def lose_a_server(self) -> None:
+        """One of two servers is killed until it failed for good; the run goes on."""
+        self._run.start(*LOSES_SERVER, steps=NEVER, resume=True)
+        deadline = time.monotonic() + LOST_WITHIN_S
+        while LOST not in self._run.tail():
+            self._run.check()
+            if time.monotonic() > deadline:
+                raise EndedEarly(f"no server left the run within {LOST_WITHIN_S:.0f} s: {self._run.tail()}")
+            for role, process in self._run.parts():
+                if role == "rollout" and "rollout-1" in process.cmdline():
+                    self._run.kill(process.pid)
+            self._look_for(LOOK_S)
+        self.kills[LOST_SERVER] += 1
+        goal = self._run.newest_step() + LAST_STEPS
+        while self._run.newest_step() < goal:
+            self._run.check()
+            if time.monotonic() > deadline + UNTIL_FIRST_STEP_S:
+                raise EndedEarly(f"no step without the server that is lost: {self._run.tail()}")
+            self._look_for(LOOK_S)
 
 
 def measure() -> dict[str, Any]:
@@ -135,6 +172,8 @@ def _measure(run: SoakRun, minutes: float, seed: int) -> dict[str, Any]:
     try:
         soak.until_first_step()
         soak.play(minutes)
+        run.stop()
+        soak.lose_a_server()
         run.stop()
         trained = run.steps()
         run.start(steps=run.newest_step() + LAST_STEPS, resume=True)

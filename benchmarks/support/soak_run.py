@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -116,6 +118,18 @@ class SoakRun:
             assert self._process is not None
             self._process.wait(STOP_TIMEOUT_S)
         return True
+
+    def limit_files(self, pid: int, size: int) -> None:
+        """A file of `pid` that grows beyond `size` bytes fails as on a disk without room."""
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
+
+    def cut_log(self) -> bool:
+        """The newest file of the batch log ends early. False where there is none."""
+        for path in sorted((self.root / "batches").glob("*.batch"), reverse=True):
+            with contextlib.suppress(FileNotFoundError):  # committed meanwhile
+                os.truncate(path, path.stat().st_size - 1)
+                return True
+        return False
 
     def stop(self) -> None:
         """As Ctrl-C does; by SIGTERM, since SIGINT is ignored below `nohup` until the run has set its own handler."""
