@@ -17,7 +17,8 @@ from penstock.trainer.engines.fsdp.row_choice import FIRST_ROW, first_sentence, 
 
 MOST_PARAMETERS = 1 << 29
 """Of a copy."""
-SMALL = {"vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
+WORDS = 64
+SMALL = {"vocab_size": WORDS, "vocab_size_per_layer_input": WORDS, "intermediate_size": 64, "moe_intermediate_size": 64}
 SMALL_LENGTH = 16
 """The most of a length in tokens from which on the model computes otherwise (`rows.LENGTHS`)."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -37,7 +38,10 @@ def small_copy(config: Any) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(whole)
-            _make_small(config.get_text_config(), of_each=2 if _shares_layers(model) else 1)
+            text = config.get_text_config()
+            _make_small(text, of_each=2 if _shares_layers(model) else 1)
+            # It may lie beyond the copy's words; a part of a larger model may compute with it (Gemma 4).
+            text.pad_token_id = None if text is config else 0
             shape = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # a model's own code may raise anything
         raise NoCopy(f"no small copy of it can be made: {first_sentence(error)}") from error
@@ -62,20 +66,31 @@ def _kinds_of_layers(config: Any, layers: int) -> list[Any]:
     of_lists = [value for value in _lists(config, layers).values() if all(type(one) in (str, bool) for one in value)]
     of_places = [[layer in places for layer in range(layers)] for places in _places(config).values()]
     dense = getattr(config, "first_k_dense_replace", None) or 0
-    kinds = list(zip(*of_lists, *of_places, [layer < dense for layer in range(layers)], strict=True))
+    shared = layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    of_bounds = [[layer < dense for layer in range(layers)], [layer >= shared for layer in range(layers)]]
+    own = _own_settings(config)
+    kinds = list(zip(*of_lists, *of_places, *of_bounds, [str(own.get(layer)) for layer in range(layers)], strict=True))
     return kinds if len(set(kinds)) > 1 else ["first", *["others"] * (layers - 1)]
 
 
 def _lists(config: Any, layers: int) -> dict[str, list[Any]]:
     """Settings that have a value for each layer; Falcon-H1's multipliers may only be as many."""
-    names = [name for name in (*config.to_dict(), "layers_block_type") if not name.endswith("multipliers")]
-    values = {name: getattr(config, name, None) for name in names if name not in PLACES}
-    return {name: value for name, value in values.items() if isinstance(value, list) and len(value) == layers}
+    values = {**vars(config), "layers_block_type": getattr(config, "layers_block_type", None)}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, list) and len(value) == layers and name not in PLACES and not name.endswith("multipliers")
+    }
 
 
 def _places(config: Any) -> dict[str, list[int]]:
     """Settings that list layers by number."""
     return {name: value for name in PLACES if (value := getattr(config, name, None))}
+
+
+def _own_settings(config: Any) -> dict[int, dict[str, Any]]:
+    """Settings of single layers by number (Gemma 4: the size of heads without a window)."""
+    return getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", {})
 
 
 def _kinds(model: PreTrainedModel) -> set[str]:
@@ -89,18 +104,8 @@ def _shares_layers(model: PreTrainedModel) -> bool:
 
 
 def _make_small(config: Any, of_each: int) -> None:
-    """Change the configuration in place, to `of_each` layers of each kind at most."""
-    layers = config.num_hidden_layers
-    kinds = _kinds_of_layers(config, layers)
-    layer_indices = [layer for layer, kind in enumerate(kinds) if kinds[:layer].count(kind) < of_each]
-    for name, of_layers in _lists(config, layers).items():
-        if name in config.to_dict():
-            setattr(config, name, [of_layers[index] for index in layer_indices])
-    for name, places in _places(config).items():
-        setattr(config, name, [new for new, layer in enumerate(layer_indices) if layer in places])
-    if dense := getattr(config, "first_k_dense_replace", None):
-        config.first_k_dense_replace = sum(layer < dense for layer in layer_indices)
-    config.num_hidden_layers = len(layer_indices)
+    """Change the configuration in place."""
+    _leave_out_layers(config, of_each)
     for name, value in SMALL.items():
         if isinstance(getattr(config, name, None), int | float):
             setattr(config, name, value)
@@ -108,8 +113,27 @@ def _make_small(config: Any, of_each: int) -> None:
         owner[name] = min(owner[name], SMALL_LENGTH)
     # Smaller weights would hide a difference in the logits, larger ones would show float32's rounding.
     config.initializer_range = config.hidden_size**-0.5
-    chosen = max(getattr(config, "num_experts_per_tok", None) or 1, getattr(config, "n_group", None) or 1)
+    chosen = max(getattr(config, name, None) or 1 for name in ("num_experts_per_tok", "top_k_experts", "n_group"))
     for name in EXPERTS:
         if isinstance(having := getattr(config, name, None), int):
             setattr(config, name, min(having, 4 * chosen))
-    config.pad_token_id = None  # it may lie beyond the copy's words
+
+
+def _leave_out_layers(config: Any, of_each: int) -> None:
+    """Change the configuration in place, to `of_each` layers of each kind at most."""
+    layers = config.num_hidden_layers
+    kinds = _kinds_of_layers(config, layers)
+    layer_indices = [layer for layer, kind in enumerate(kinds) if kinds[:layer].count(kind) < of_each]
+    for name, of_layers in _lists(config, layers).items():
+        if name in vars(config):
+            setattr(config, name, [of_layers[index] for index in layer_indices])
+    for name, places in _places(config).items():
+        setattr(config, name, [new for new, layer in enumerate(layer_indices) if layer in places])
+    if dense := getattr(config, "first_k_dense_replace", None):
+        config.first_k_dense_replace = sum(layer < dense for layer in layer_indices)
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        config.num_kv_shared_layers = sum(layer >= layers - shared for layer in layer_indices)
+    own = _own_settings(config)
+    config.num_hidden_layers = len(layer_indices)
+    if own:
+        config.per_layer_config = {new: own[layer] for new, layer in enumerate(layer_indices) if layer in own}

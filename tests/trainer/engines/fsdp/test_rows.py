@@ -223,6 +223,13 @@ def test_a_part_of_a_larger_model_has_the_names_of_its_files(tmp_path: Path) -> 
 SMALL_HEADS = {"vocab_size": 152_064, "hidden_size": 256, "head_dim": 32, "num_attention_heads": 8}
 DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64}
+GEMMA_4 = {
+    "num_hidden_layers": 12,
+    "num_key_value_heads": 4,
+    **{"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "num_kv_shared_layers": 6},
+    **{"enable_moe_block": True, "num_experts": 64, "top_k_experts": 8, "moe_intermediate_size": 128},
+    "hidden_size_per_layer_input": 8,
+}
 CHOSEN = {
     "head_dim": 64,
     "num_key_value_heads": 8,
@@ -240,6 +247,7 @@ CHOSEN = {
         ("Bamba", {"num_hidden_layers": 12, "attn_layer_indices": [3, 9], **MAMBA}, ""),
         ("FalconH1", {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_n_heads": 8}, ""),
         ("NemotronH", {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 3}, ""),
+        ("Gemma4", GEMMA_4, ""),
         ("GptOss", {"num_hidden_layers": 12, "num_local_experts": 8}, "s_aux"),
         ("Llama4", {"num_hidden_layers": 12}, "chunk"),
         ("DeepseekV32", CHOSEN, "index_topk"),
@@ -255,6 +263,13 @@ def test_of_a_large_model_a_small_copy_is_tried(
     assert replace(found, unpacked_because="") == Trial(copied=True)
     assert why in found.unpacked_because
     assert bool(found.unpacked_because) == bool(why)
+
+
+def test_a_small_copy_of_a_larger_model_is_tried(tmp_path: Path, ranks: Ranks) -> None:
+    """Gemma 4 as it is published: the model of text computes with its pad token."""
+    text = {**SHAPE, **BY_KIND["Gemma4"].changes}
+    transformers.Gemma4Config(text_config=text).save_pretrained(tmp_path)
+    assert try_copy(str(tmp_path), ranks) == Trial(copied=True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU: the kernels run on one only")
