@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from penstock.datasets import BadSpec, check_spec, is_generated, materialise
 from penstock.datasets.harbor import Checker
+from penstock.datasets.harbor.check import TaskTrial
 from penstock.deploy import app, load_config
 from penstock.sandbox import Sandbox, SandboxError, make_sandbox
 from penstock.sandbox.harbor import HarborTask, HarborTaskError
@@ -171,3 +172,8 @@ def test_patches_are_exported_as_predictions(tmp_path: Path) -> None:
     for given, named in ((tmp_path / "none", "no predictions"), (tmp_path / "out", "no predictions")):
         ended = CliRunner().invoke(app, ["data", "export", str(given), "--out", str(out), "--model", "m"])
         assert (ended.exit_code, named in ended.output) == (2, True)
+
+
+def test_a_sum_that_rounds_to_just_below_the_full_reward_is_full() -> None:
+    trials = [TaskTrial("t", "", agent, 0.7 + 0.2 + 0.1) for agent in ("oracle", "empty")]
+    assert [trial.right for trial in trials] == [True, False]

@@ -122,6 +122,13 @@ def test_policy_filtration(mode: str, expected: list[float]) -> None:
     assert found[4:].tolist() == [1.0, 1.0], "a group of equal rewards weighs as it did"
 
 
+@pytest.mark.parametrize(("mode", "expected"), [("max_min", 1.0), ("max_random", 1.0)])
+def test_policy_filtration_takes_rewards_that_differ_by_rounding_for_equal(mode: str, expected: float) -> None:
+    rewards = torch.tensor([0.7 + 0.2 + 0.1, 1.0, 1.0], dtype=torch.float64)
+    found = FILTERS.bind("pf_ppo", {"mode": mode})(rewards, torch.tensor([0, 0, 0]))
+    assert found.tolist() == [expected] * 3
+
+
 def test_the_value_loss_takes_the_worse_of_near_and_new() -> None:
     values, old, returns = (
         torch.tensor(row) for row in ([1.0, 1.0, -1.0, -1.0], [1.0, 0.5, 0.0, 0.0], [2.0, 2.0, 1.0, -1.0])

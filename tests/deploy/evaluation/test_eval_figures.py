@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.deploy.evaluation.episodes import EpisodeResult, ResultsFile, parts_of
+from penstock.deploy.evaluation.episodes import EpisodeResult, ResultsFile, parts_of, result_of
 from penstock.deploy.evaluation.report import figures_of
 from penstock.deploy.evaluation.statistics import estimate, pass_at_k, wilson
+from penstock.trainer import DatasetRow
+from penstock.transfer_queue import COMPLETED, Trajectory
 
 outcomes = st.lists(st.booleans(), min_size=1, max_size=9)
 
@@ -36,6 +38,14 @@ def test_pass_at_k_equals_its_binomials(samples: int, data: st.DataObject) -> No
     assert found == pytest.approx(exact, abs=1e-9)
     if k > 1:
         assert found >= pass_at_k(samples, right, k - 1) - 1e-12
+
+
+def test_a_sum_that_rounds_to_just_below_the_full_reward_is_right() -> None:
+    found = [
+        result_of(Trajectory("eval/0/0#0", "eval/0/0", [], reward, COMPLETED), [DatasetRow([], "a", None, None, {})])
+        for reward in (0.7 + 0.2 + 0.1, 0.9999)
+    ]
+    assert [one is not None and one.right for one in found] == [True, False]
 
 
 @pytest.mark.parametrize(("samples", "right", "k"), [(2, 1, 3), (2, 3, 1), (2, 1, 0)])

@@ -24,6 +24,9 @@ from penstock.deploy.sft.recorded import choose_recorded, recorded_segments
 from penstock.trainer import SftConfig, readable_trajectory
 from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind, Segment, Trajectory
 
+ROUNDED = 0.7 + 0.2 + 0.1
+"""Just below 1."""
+
 
 @pytest.fixture(scope="module")
 def chat() -> ChatTokens:
@@ -63,7 +66,10 @@ def run(tmp_path: Path, chat: ChatTokens) -> Path:
         ],
     )
     return record(
-        tmp_path, chat, 3, [episode(chat, "train/1/1#0", "1+1", 1.0, 3), episode(chat, "train/1/2#0", "2+2", 1.0, 3)]
+        tmp_path,
+        chat,
+        3,
+        [episode(chat, "train/1/1#0", "1+1", 1.0, 3), episode(chat, "train/1/2#0", "2+2", ROUNDED, 3)],
     )
 
 
@@ -133,5 +139,6 @@ def test_a_folder_without_trajectories_is_named(tmp_path: Path) -> None:
 
 def test_an_episode_without_a_reward_is_counted() -> None:
     cancelled = SimpleNamespace(task_id="rehearsal/0", reward=None, outcome=Outcome(OutcomeKind.CANCELLED, "stopped"))
-    found = SimpleNamespace(failures=[], trajectories=[cancelled])
+    right = SimpleNamespace(task_id="rehearsal/0", reward=ROUNDED, outcome=COMPLETED)
+    found = SimpleNamespace(failures=[], trajectories=[cancelled, right])
     assert why_dropped(found, [1.0]) == {"with reward none, not 1, cancelled (stopped)": 1}

@@ -41,6 +41,11 @@ def test_a_key_without_weight_is_never_picked(made: list[tuple[float, bool]], da
         assert picked != str(off)
 
 
+def test_a_sum_that_rounds_to_just_below_the_bound_has_passed() -> None:
+    curriculum = Curriculum(["a"], CurriculumConfig(pass_reward=1.0), seed=1)
+    assert [curriculum.has_passed(reward) for reward in (0.7 + 0.2 + 0.1, 0.9999)] == [True, False]
+
+
 def test_sources_come_by_weight_and_rows_in_turn() -> None:
     sources = ["a"] * 3 + ["b"] * 5
     curriculum = Curriculum(sources, CurriculumConfig(sources={"b": 3.0}), seed=1)
