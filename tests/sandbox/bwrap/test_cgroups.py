@@ -111,3 +111,13 @@ def test_cgroups_oom_kills_are_counted_from_either_format(tmp_path: Path) -> Non
 def test_cgroups_process_start_tells_lives_apart() -> None:
     assert process_start(os.getpid()).isdigit()
     assert process_start(999999999) == ""
+
+
+@pytest.mark.parametrize(("version", "file"), [(1, "memory.force_empty"), (2, "memory.reclaim")])
+def test_cgroups_caches_are_emptied_where_the_kernel_can(tmp_path: Path, version: int, file: str) -> None:
+    cgroup = CgroupMaker(version, (tmp_path,) * (3 if version == 1 else 1), CONFIG).make(0, clean_cache=True)
+    cgroup.empty_cache()  # a kernel without the file
+    assert not (cgroup.directories[0] / file).exists()
+    (cgroup.directories[0] / file).touch()
+    cgroup.empty_cache()
+    assert (cgroup.directories[0] / file).read_text() in ("0", "1T")
