@@ -79,6 +79,8 @@ class Cgroup:
 
     def remove(self) -> bool:
         """True once nothing is left; False while members still exit (call again a little later)."""
+        if self.clean_cache:
+            self.empty_cache()
         return all([_remove_directory(directory) for directory in self.directories])
 
 

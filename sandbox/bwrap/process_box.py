@@ -138,10 +138,9 @@ class ProcessBox(Box):
 
     @staticmethod
     async def _remove(cgroup: Cgroup) -> None:
-        if cgroup.clean_cache:
-            await asyncio.to_thread(cgroup.empty_cache)
         for _ in range(int(END_DEADLINE_S / 0.01)):
-            if cgroup.remove():
+            # a thread continues where this task is cancelled
+            if await asyncio.to_thread(cgroup.remove) if cgroup.clean_cache else cgroup.remove():
                 return
             cgroup.kill()
             await asyncio.sleep(0.01)

@@ -52,7 +52,8 @@ class GradingBoxes:
 
     async def run(self, patch: bytes, changes: BoxChanges) -> GradingRun:
         """Raises `SandboxError`, `SweTaskError`."""
-        async with self._box() as workspace:
+        # what the reference patch reads may stay: then the boxes of other patches need not read it from disk again
+        async with self._box(clean_cache=patch != self.task.patch) as workspace:
             if not changes.files:  # `read` did not
                 await check_runner(workspace, self.task)
             run = await _graded(workspace, self.task, patch, changes)
@@ -65,8 +66,8 @@ class GradingBoxes:
         return replace(self, limits=self.limits.model_copy(update=longer))
 
     @contextlib.asynccontextmanager
-    async def _box(self) -> AsyncIterator[Workspace]:
-        needs = BoxNeeds(clean_cache=True)
+    async def _box(self, *, clean_cache: bool = False) -> AsyncIterator[Workspace]:
+        needs = BoxNeeds(clean_cache=True) if clean_cache else None
         session = await self.sandbox.start(self.label, image=self.task.sandbox_image, needs=needs)
         try:
             workspace = await Workspace.find(session, self.task, self.limits)
