@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -33,6 +33,9 @@ RECIPES = Path(penstock.__file__).parent / "recipes"
 """The recipes that ship with Penstock, in a checkout and in a wheel."""
 NO_TASKS = "none"
 """`data.train` of a recipe for `penstock sft` that names no tasks."""
+RUN_FILE, ABOVE, CODE = "config.yaml", "..", "code"
+"""In a run's folder: its configuration, whose `runs_dir` is the folder above wherever that is, and copies of the Python
+files that it names, each under its absolute path."""
 STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 
 
@@ -175,9 +178,13 @@ def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool
     Paths of `model`, `data.train`, `data.eval`, `sft`, loop, environment, rewards and tools become absolute, so that
     every role finds them: those in the file relative to its folder, those in overrides to the current directory,
     each to the other if it does not exist there. `recipes/…` of an override may also be a file that ships with
-    Penstock. `with_tasks`: `data.train` is required. Raises `ConfigError`.
+    Penstock. The configuration of a run (`dump_config`) is read as of the folder where it is, which may have moved.
+    `with_tasks`: `data.train` is required. Raises `ConfigError`.
     """
     tree = _read_recipe(recipe)
+    if recipe.name == RUN_FILE and tree.get("runs_dir") == ABOVE:
+        run = recipe.parent.resolve()
+        tree |= {"runs_dir": str(run.parent), "name": run.name}
     if not with_tasks:
         tree["data"] = {"train": NO_TASKS, **(tree.get("data") or {})}
     folders = [recipe.parent.resolve(), Path.cwd()]
@@ -212,9 +219,26 @@ def parse_config(tree: Mapping[str, Any], source: str) -> RunConfig:
         raise _invalid(error, source) from None
 
 
-def dump_config(config: RunConfig) -> str:
-    """The resolved tree as YAML; `parse_config(yaml.safe_load(text))` gives the same config again."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+def dump_config(config: RunConfig, run: Path | None = None) -> str:
+    """The resolved tree as YAML; `parse_config(yaml.safe_load(text))` gives the same config again.
+
+    `run`: the folder of the run. Paths in it are relative to it; `load_config` of its file resolves them.
+    """
+    tree = config.model_dump(mode="json")
+    if run is not None:
+        tree["runs_dir"] = ABOVE
+        _change_paths(tree, lambda text: text.removeprefix(f"{run}/"))
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def code_files(config: RunConfig) -> set[Path]:
+    """Return the Python files that loops, environments, rewards and tools name."""
+    files = set[Path]()
+    names = (holder.get(key) for holder, key in _references(config.model_dump(mode="json")))
+    for name in names:
+        if isinstance(name, str) and ".py:" in name and (file := Path(name.rpartition(":")[0])).is_file():
+            files.add(file)
+    return files
 
 
 def _read_recipe(recipe: Path) -> dict[str, Any]:
@@ -306,21 +330,26 @@ _PATH_KEYS = (
 
 
 def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
+    _change_paths(tree, lambda text: _resolve_path(text, roots))
+    if isinstance(model := tree.get("model"), str) and (fetched := find_fetched(model)):
+        tree["model"] = str(fetched)
+
+
+def _change_paths(tree: dict[str, Any], change: Callable[[str], str]) -> None:
+    """Replace each path of the tree by what `change` makes of it."""
     for *sections, leaf in _PATH_KEYS:
         node = tree
         for section in sections:
             node = _mapping(node.get(section))
         value = node.get(leaf)
         if isinstance(value, str):
-            node[leaf] = _resolve_path(value, roots)
+            node[leaf] = change(value)
         elif isinstance(value, list):
-            node[leaf] = [_resolve_path(path, roots) if isinstance(path, str) else path for path in value]
+            node[leaf] = [change(path) if isinstance(path, str) else path for path in value]
     for holder, key in _references(tree):
         value = holder.get(key)
         if isinstance(value, str) and ".py:" in value:
-            holder[key] = _resolve_path(value, roots)
-    if isinstance(model := tree.get("model"), str) and (fetched := find_fetched(model)):
-        tree["model"] = str(fetched)
+            holder[key] = change(value)
 
 
 def _references(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -351,6 +380,8 @@ def _resolve_path(text: str, roots: Sequence[Path]) -> str:
     for root in [*roots, *([RECIPES.parent] if text.startswith("recipes/") else [])]:
         if file and (root / file).exists():
             return f"{(root / file).resolve()}{colon}{name}"
+        if file.startswith("/") and (copy := root / CODE / file[1:]).exists():
+            return f"{copy}{colon}{name}"
     return text
 
 

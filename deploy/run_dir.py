@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from penstock.common import FileLock, process_has_ended, write_atomically
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import CODE, RUN_FILE, ConfigError, RunConfig, code_files, dump_config
 
 HEAD_LINE = "# head: "
 """Prefix in connect.env of the `process_identity` of the `penstock run` that wrote it."""
@@ -24,7 +24,8 @@ class RunDir:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.config = root / "config.yaml"
+        self.config = root / RUN_FILE
+        self.code = root / CODE
         self.identity = root / "run.id"
         """The run's id in the queue; made with the folder."""
         self.connect_env = root / "connect.env"
@@ -64,6 +65,26 @@ class RunDir:
     @classmethod
     def of(cls, config: RunConfig) -> RunDir:
         return cls((Path(config.runs_dir) / config.name).resolve())
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write the configuration as of a folder that may move, and copy the Python files that it names.
+
+        The copies are what a run is continued with where the files are not, and what they are compared with elsewhere.
+        """
+        for file in code_files(config):
+            if not file.is_relative_to(self.root):
+                copy = self._copy_of(file)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(copy, file.read_bytes())
+        write_atomically(self.config, dump_config(config, self.root))
+
+    def changed_code(self, config: RunConfig) -> list[Path]:
+        """Return the Python files of `config` whose text is not the one that the run has a copy of."""
+        copies = {file: self._copy_of(file) for file in code_files(config) if not file.is_relative_to(self.root)}
+        return sorted(f for f, copy in copies.items() if copy.exists() and copy.read_bytes() != f.read_bytes())
+
+    def _copy_of(self, file: Path) -> Path:
+        return self.code / file.relative_to(file.anchor)
 
 
 def no_such_run(runs: Path, name: str) -> str:

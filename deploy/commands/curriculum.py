@@ -74,17 +74,15 @@ def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[s
 
 def _weights_of(root: Path) -> CurriculumWeights:
     """Returns the weights that were set while the run trained, otherwise the recipe's."""
-    import yaml
-
-    from penstock.deploy.config import ConfigError, parse_config
+    from penstock.deploy.config import RUN_FILE, ConfigError, load_config
     from penstock.deploy.run_dir import no_such_run
     from penstock.trainer import WEIGHTS_FILE, read_weights
 
-    if not (root / "config.yaml").is_file():
+    if not (root / RUN_FILE).is_file():
         raise ConfigError(no_such_run(root.parent, root.name))
     if (root / WEIGHTS_FILE).is_file():
         return read_weights(root / WEIGHTS_FILE)
-    config = parse_config(yaml.safe_load((root / "config.yaml").read_text()), source=str(root / "config.yaml"))
+    config = load_config(root / RUN_FILE, with_tasks=False)
     if config.data.curriculum is None:
         raise ConfigError(f"run {root.name} has no curriculum: set data.curriculum in its recipe")
     return config.data.curriculum.weights

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from penstock.deploy.config import RECIPES, ConfigError
+from penstock.deploy.config import RECIPES, RUN_FILE, ConfigError
 from penstock.deploy.run_dir import no_such_run
 
 
@@ -24,9 +24,18 @@ def own_or_shipped(recipe: Path | None) -> Path | None:
     return shipped
 
 
+def recipe_or_run(recipe: Path) -> Path | None:
+    """Return the configuration of a run's folder, else what `own_or_shipped` returns."""
+    return recipe / RUN_FILE if (recipe / RUN_FILE).is_file() else own_or_shipped(recipe)
+
+
 Recipe = Annotated[
     Path,
-    typer.Argument(help="A YAML file, or the name of a recipe that ships.", metavar="RECIPE", callback=own_or_shipped),
+    typer.Argument(
+        help="A YAML or Python file, the name of a recipe that ships, or a run's folder.",
+        metavar="RECIPE",
+        callback=recipe_or_run,
+    ),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from typer.core import TyperGroup
 
 from penstock.deploy.commands.shared import Overrides, Recipe, user_errors
-from penstock.deploy.config import ConfigError, load_config, parse_config
+from penstock.deploy.config import ConfigError, load_config
 from penstock.deploy.placements.slurm.placement import place, server_gpus
 from penstock.deploy.placements.slurm.script import Runtime, SlurmJob
 from penstock.deploy.preflight.turns import refuse_elsewhere
@@ -146,7 +145,7 @@ def join(
         folder = RunDir(run_folder.resolve())
         if not folder.config.is_file():
             raise ConfigError(f"{folder.root}: no run has started there (no config.yaml)")
-        config = parse_config(yaml.safe_load(folder.config.read_text()), source=str(folder.config))
+        config = load_config(folder.config)
         gpus = (gpus_per_server or server_gpus(config.rollout)) if gpus_per_node and servers else 0
         text = join_script(
             folder, config, job, array=array, servers=servers, workers=workers, gpus_per_server=gpus, wait_s=wait_s

@@ -12,7 +12,6 @@ from types import FrameType, ModuleType
 from typing import Annotated, Never
 
 import typer
-import yaml
 
 from penstock.deploy.commands.shared import Overrides, Recipe, own_or_shipped, refuse, user_errors
 
@@ -102,13 +101,13 @@ def export(
 
     Example: penstock train export runs/mine models/mine --step 40
     """
-    from penstock.deploy.config import parse_config
+    from penstock.deploy.config import load_config
     from penstock.deploy.run_dir import RunDir
     from penstock.trainer import export_checkpoint
 
     place = RunDir(run)
     with user_errors(OSError, ValueError):
-        config = parse_config(yaml.safe_load(place.config.read_text()), source=str(place.config))
+        config = load_config(place.config)
         checkpoints = sorted(path for path in place.checkpoints.glob("step_*") if not path.suffix)
         matches = [path for path in checkpoints if step is None or path.name == f"step_{step:08d}"]
         if not matches:

@@ -44,6 +44,7 @@ from penstock.deploy.run.launcher import (
 from penstock.deploy.run.plan import agent_role, rollout_role
 from penstock.deploy.run.processes import RoleFailed
 from penstock.deploy.run.supervisor import LocalPlacement, StalledRun, Supervisor, Watchdog
+from penstock.deploy.run_dir import RunDir
 from penstock.trainer import DataError
 from penstock.transfer_queue import QueueError, QueueUnavailable, TransferQueue
 
@@ -64,6 +65,8 @@ def evaluate_target(request: EvalRequest, *, as_json: bool = False) -> int:
 
     try:
         plan = resolve_target(request)
+        for edited in RunDir(request.target.resolve()).changed_code(plan.config):
+            console.print(f"{edited} was edited since; it is used as it is", markup=False, soft_wrap=True)
         results = _evaluate(plan, console)
     except (ConfigError, DataError) as error:
         return complain(str(error), 2)
@@ -121,7 +124,7 @@ async def _run(plan: EvalPlan, file: ResultsFile, console: Console) -> None:
     config, run, placement = plan.config, plan.run, LocalPlacement()
     async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
         await queue.create_run(limits_of(config), dump_config(config), identity_of(config, run))
-        write_atomically(run.config, dump_config(config))
+        run.write_config(config)
         with connect_file(link, run):
             # As the placement reads it: no GPU is the trainer's.
             without_trainer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 0})})

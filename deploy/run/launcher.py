@@ -105,10 +105,10 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
         async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
             identity = identity_of(config, run)
             record = await queue.create_run(limits, dump_config(config), identity)
-            changes = changed_settings(run.config, config) if resume else []
+            changes = changed_settings(run, config) if resume else []
             summary = describe_found(record, await queue.status(), identity, changes) if resume else ""
             # Files that a head which was refused must not take from the one that lives.
-            run.config.write_text(dump_config(config))
+            run.write_config(config)
             with connect_file(link, run):
                 async with open_weights(config, link.token), placement.open(config, run):
                     await _run_roles(config, run, link, queue, placement, keepers=[*keepers, keeping], summary=summary)
@@ -288,14 +288,17 @@ def identity_of(config: RunConfig, run: RunDir) -> RunIdentity:
     return RunIdentity(run.identity.read_text().strip(), digest[:16], Path(config.model).name)
 
 
-def changed_settings(before: Path, config: RunConfig) -> list[str]:
-    """``KEY: OLD → NEW`` of each setting in which the file `before` differs; a moved folder of runs is not a change."""
-    if not before.exists():
+def changed_settings(run: RunDir, config: RunConfig) -> list[str]:
+    """``KEY: OLD → NEW`` of each setting in which the run's file differs, and the Python files that were edited.
+
+    A moved folder is not a change.
+    """
+    if not run.config.exists():
         return []
-    old, new = (_leaves(yaml.safe_load(text)) for text in (before.read_text(), dump_config(config)))
-    moved = {key: str(value).replace(str(old.get("runs_dir")), config.runs_dir, 1) for key, value in old.items()}
-    keys = (key for key in sorted(old.keys() | new.keys()) if moved.get(key, "unset") != str(new.get(key, "unset")))
-    return [f"{key}: {old.get(key, 'unset')} → {new.get(key, 'unset')}" for key in keys]
+    old, new = (_leaves(yaml.safe_load(text)) for text in (run.config.read_text(), dump_config(config, run.root)))
+    keys = (key for key in sorted(old.keys() | new.keys()) if old.get(key, "unset") != new.get(key, "unset"))
+    edited = [f"{file}: edited since" for file in run.changed_code(config)]
+    return [*(f"{key}: {old.get(key, 'unset')} → {new.get(key, 'unset')}" for key in keys), *edited]
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.agent_loops import AgentError
 from penstock.common import JsonlTail, last_by, read_jsonl, write_atomically
-from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
+from penstock.deploy.config import ConfigError, RunConfig, load_config
 from penstock.deploy.preflight.model import check_model
 from penstock.deploy.preflight.settings import check_training_engine
 from penstock.deploy.preflight.stop_grace import with_stop_grace
@@ -106,12 +106,12 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
             shutil.rmtree(run.data, ignore_errors=True)
         if not run.config.exists():
             # First: a folder with this file and no step counts as untrained, whenever it was left.
-            write_atomically(run.config, dump_config(config))
+            run.write_config(config)
         prepared = prepare(config, run.data)
         steps = steps_of(config.sft, prepared.conversations)
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
         config = with_stop_grace(config)
-        write_atomically(run.config, dump_config(config))
+        run.write_config(config)
         reporter = SftReporter(config, run, prepared, console)
         total = asyncio.run(_supervise(config, run, reporter))
         return write_sft_summary(config, run, prepared, total)

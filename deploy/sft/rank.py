@@ -9,10 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import yaml
-
 from penstock.common import die_with_parent, uncollected
-from penstock.deploy.config import RunConfig, parse_config
+from penstock.deploy.config import load_config
 from penstock.deploy.run.plan import SHUTDOWN_VARIABLE, TORCHRUN_S, Rendezvous, trainer_stop_s
 from penstock.deploy.run.roles import fatal, sole_trainer
 from penstock.deploy.run_dir import RunDir
@@ -25,7 +23,7 @@ def exec_sft_ranks(folder: Path) -> None:
     """Replaces this process by torchrun with the run's ranks, which meet in files and listen on loopback alone."""
     if os.environ.get("PENSTOCK_SUPERVISED"):
         die_with_parent()  # kept over exec
-    config = config_of_run(folder)
+    config = load_config(RunDir(folder).config)
     for leftover in folder.glob(f"{MEETING}*"):
         shutil.rmtree(leftover, ignore_errors=True)  # what an earlier life's ranks left is not for these
     meeting = Path(tempfile.mkdtemp(prefix=MEETING, dir=folder))
@@ -47,7 +45,7 @@ async def sft_rank(folder: Path) -> None:
         from penstock.common import UnknownName
         from penstock.trainer import BadBatch, BadJob, SftJob, TrainingDiverged, fine_tune
 
-    config, run = config_of_run(folder), RunDir(folder)
+    config, run = load_config(RunDir(folder).config), RunDir(folder)
     validation = run.data / "validation.safetensors"
     job = SftJob(
         model=config.model,
@@ -62,9 +60,3 @@ async def sft_rank(folder: Path) -> None:
     with fatal(BadJob, BadBatch, UnknownName, TrainingDiverged):
         async with sole_trainer(run):
             await fine_tune(job)
-
-
-def config_of_run(folder: Path) -> RunConfig:
-    """Return the configuration that `penstock sft` resolved. Raises `ConfigError`."""
-    file = RunDir(folder).config
-    return parse_config(yaml.safe_load(file.read_text(encoding="utf-8")), source=str(file))

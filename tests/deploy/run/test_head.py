@@ -182,9 +182,9 @@ async def test_resume_names_the_run_in_the_queue(mine: tuple[RunConfig, RunDir])
     identity, changed = identity_of(before, run), identity_of(after, run)
     assert await queue.create_run(LIMITS, "", identity) is None
     assert "new in this queue" in describe_found(None, await queue.status(), identity)
-    run.config.write_text(dump_config(before))
+    run.write_config(before)
     for now, config in ((identity, before), (changed, after)):
-        changes = changed_settings(run.config, config)
+        changes = changed_settings(run, config)
         line = describe_found(await queue.create_run(LIMITS, "", now), await queue.status(), now, changes)
         for name in (identity.run_id, "version 0", "0 steps", "begun"):
             assert name in line
@@ -195,14 +195,24 @@ async def test_resume_names_the_run_in_the_queue(mine: tuple[RunConfig, RunDir])
 
 
 def test_a_moved_folder_is_no_change_and_each_changed_key_is_named(mine: tuple[RunConfig, RunDir]) -> None:
-    config, run = mine
-    at = {"runs_dir": "/old/runs", "data": config.data.model_copy(update={"train": "/old/runs/mine/data/train.jsonl"})}
-    run.config.write_text(dump_config(config.model_copy(update=at)))
-    moved = {
-        "runs_dir": "/new/runs",
-        "data": at["data"].model_copy(update={"train": "/new/runs/mine/data/train.jsonl"}),
-    }
-    assert changed_settings(run.config, config.model_copy(update=moved)) == []
+    before, run = mine
+    code = run.root.parent / "game.py"
+    code.write_text("class Game: ...")
+    data = before.data.model_copy(update={"train": f"{run.data}/train.jsonl"})
+    agent = before.agent.model_copy(update={"loop": f"{code}:Game"})
+    run.write_config(before.model_copy(update={"data": data, "agent": agent}))
+    new = run.root.parent / "elsewhere" / "mine"
+    new.parent.mkdir()
+    moved = RunDir(run.root.rename(new))
+    moved.data.mkdir()
+    (moved.data / "train.jsonl").touch()
+    config = load_config(moved.config)
+    assert (RunDir.of(config).root, config.data.train) == (new, f"{new}/data/train.jsonl")
+    assert config.agent.loop == f"{code}:Game"
+    assert changed_settings(moved, config) == []
     trainer = config.trainer.model_copy(update={"lr": 0.5})
-    changes = changed_settings(run.config, config.model_copy(update={**moved, "trainer": trainer}))
-    assert changes == [f"trainer.lr: {config.trainer.lr} → 0.5"]
+    code.write_text("class Game(object): ...")
+    changes = changed_settings(moved, config.model_copy(update={"trainer": trainer}))
+    assert changes == [f"trainer.lr: {config.trainer.lr} → 0.5", f"{code}: edited since"]
+    code.unlink()
+    assert load_config(moved.config).agent.loop == f"{moved.code}{code}:Game"
