@@ -200,10 +200,14 @@ class Trainer:
         trained = metrics["tokens"], metrics["tokens_sampled"], metrics["tokens_squared"]
         times |= update_speed(self.engine.flops, self.job.config, self.ranks, trained, busy_s)
         by_episode = means_by_episode(advantages, batch)
-        failures = Counter((await self.job.run.queue.status()).failures)
+        status = await self.job.run.queue.status()
+        failures = Counter(status.failures)
         faults = Counter(metrics["faults"]) + (new := failures - self.failures)
         times |= {"faults": dict(faults.most_common(MAX_FAULTS)), "attempts_failed": new.total()}
         self.failures = failures
+        for number, decile in enumerate(status.over_age, start=1):
+            times[f"length_decile/{number}"] = decile.tokens_up_to
+            times[f"over_age_share/{number}"] = decile.over_age / max(1, decile.episodes)
         with self.timeline.during(Track.STEPS, "record", batch.step):
             await asyncio.to_thread(self.recorder.step, batch, {**metrics, **of_order, **times}, by_episode)
         await asyncio.to_thread(self.timeline.write)

@@ -193,6 +193,12 @@ function figures(summary) {
   return pairs.map(([text, value]) => h("span", { class: "pair" }, `${text} `, h("b", {}, value)));
 }
 
+/** Columns of the tenths of episodes from the shortest to the longest that show the spread. */
+function deciles(name) {
+  const labels = { 1: "shortest tenth", 3: "3rd", 5: "5th", 7: "7th", 9: "9th", 10: "longest tenth" };
+  return Object.fromEntries(Object.entries(labels).map(([number, label]) => [`${name}/${number}`, label]));
+}
+
 /** Title, columns and what they are called, settings: what people look at first. `outcome/*`: every outcome. */
 const PLOTS = [
   ["reward", { reward: "training", "eval/reward": "evaluation" }],
@@ -202,6 +208,8 @@ const PLOTS = [
   ["episodes by outcome", { "outcome/*": "", attempts_failed: "failed attempts" }],
   ["tool calls per episode", { "episode/tool_calls": "calls", "episode/tool_errors": "errors" }],
   ["tokens per episode", { response_length_mean: "response", sampled_length_mean: "sampled by the model" }],
+  ["lengths by decile of all episodes, tokens", deciles("length_decile")],
+  ["share lost for their age, by decile of length", deciles("over_age_share"), { low: 0, format: percent }],
   ["KL divergence", { kl_k3: "to the sampling policy", kl_proximal: "to the proximal policy", kl_reference: "to the reference" }],
   ["share of tokens", { clip_fraction_high: "clipped above", clip_fraction_low: "clipped below", tokens_rejected_share: "rejected" }],
 ];

@@ -180,6 +180,8 @@ def step_numbers(step: int) -> dict[str, Any]:
         "reward_std": 0.4,
         "response_length_mean": 40.0 + step,
         "sampled_length_mean": 30.0 + step,
+        **{f"length_decile/{number}": number * (20 + step) for number in range(1, 11)},
+        **{f"over_age_share/{number}": number * 0.01 for number in range(1, 11)},
         "num_turns_mean": 2.0,
         "kl_k3": 0.001 * step,
         "entropy": 1.5 * 0.95**step,

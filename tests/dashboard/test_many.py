@@ -83,6 +83,7 @@ async def test_overview_of_an_ended_run_in_the_browser(runs_dir: Path, open_tab:
     run = runs_dir / "over"
     write_config(run, "trainer: {ranks: 1}\nrollout: {servers: 1}\n")
     flat = {"reward": 0.0, "reward_std": 0.0, "episodes": 8, "faults": {"malformed calls": 8}}
+    flat |= {"length_decile/1": 12, "length_decile/10": 640, "over_age_share/1": 0.0, "over_age_share/10": 0.25}
     write_rows(run, [{"step": step, "wall_s": 2.0, "wait_s": 0.0, **flat} for step in range(4)])
     write_step(run, 3, [record("train/0#0", [said("answer", 3)], 0.0)])
     (run / "ended.json").write_text('{"version": 4, "why": "all steps are done"}')
@@ -95,6 +96,8 @@ async def test_overview_of_an_ended_run_in_the_browser(runs_dir: Path, open_tab:
     for words in ("Ended: all steps are done", "restarts of agent-0", "malformed calls (32 of 32 episodes)"):
         assert words in told
     assert "null" not in told
+    for words in ("shortest tenth 12", "longest tenth 640", "longest tenth 25 %"):
+        assert words in told
     assert "train/0#0" in await tab.text("#newest")
     await tab.go("#/over/trajectories", ".row .step")
     assert "1 trajectory kept of 32 trained episodes" in await tab.text("#found")

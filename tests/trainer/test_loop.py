@@ -60,6 +60,8 @@ async def test_a_run_leaves_everything(tmp_path: Path, tiny_model: str) -> None:
     ]
     assert [line["step"] for line in metrics if "eval/reward" in line] == [2, 5]
     assert all(line["staleness_max"] <= 1 and line["wall_s"] > 0 and line["tokens_per_s"] > 0 for line in metrics)
+    assert all(0 < line["length_decile/1"] <= line["length_decile/10"] for line in metrics)
+    assert {line["over_age_share/10"] for line in metrics} == {0.0}
     assert sorted(p.name for p in (job.run_dir / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
     assert {"trainer:batch", "trainer:publish", "trainer:checkpoint"} <= set(status.waits_s)
     first = json.loads((job.run_dir / "trajectories" / "step_000000.jsonl").read_text().splitlines()[0])
