@@ -15,9 +15,23 @@ import typer
 from penstock.dashboard import plain
 from penstock.deploy.commands.shared import user_errors
 from penstock.deploy.config import ConfigError
-from penstock.deploy.run.connection import PASSWORD_VARIABLE, RUN_VARIABLE, URL_VARIABLE, USER_VARIABLE, RunConnection
+from penstock.deploy.run.connection import (
+    INTERACTIVE,
+    PASSWORD_VARIABLE,
+    RUN_VARIABLE,
+    URL_VARIABLE,
+    USER_VARIABLE,
+    RunConnection,
+)
 from penstock.deploy.run_dir import no_such_run
-from penstock.transfer_queue import QueueError, TransferQueue, exposition, version_lags
+from penstock.transfer_queue import (
+    QueueError,
+    QueueUnavailable,
+    TransferQueue,
+    TransferQueueConfig,
+    exposition,
+    version_lags,
+)
 from penstock.transfer_queue.redis import RIGHTS, setuser_commands
 
 app = typer.Typer(
@@ -69,6 +83,7 @@ def export(
     _ask(
         run,
         lambda queue: serve(make_app(QueueExporter(queue, link.run, every_s), link.token), listen(host, port)),
+        TransferQueueConfig(),
     )
 
 
@@ -127,18 +142,27 @@ def requeue(episode_id: str, run: RunArgument = None) -> None:
     print(f"{episode_id} is queued again")
 
 
-def _ask(run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]]) -> Answer:
+def _ask(
+    run: str | None,
+    question: Callable[[TransferQueue], Awaitable[Answer]],
+    settings: TransferQueueConfig = INTERACTIVE,
+) -> Answer:
     """Connects to the run's queue and asks one question; user errors are one message."""
 
     async def ask() -> Answer:
-        queue = await _connection(run).connect()
+        queue = await _connection(run).connect(settings)
         try:
             return await question(queue)
         finally:
             await queue.close()
 
     with user_errors(QueueError):
-        return asyncio.run(ask())
+        try:
+            return asyncio.run(ask())
+        except QueueUnavailable as error:
+            raise ConfigError(
+                f"{error}\n  fix: source connect.env of the living run, or correct {URL_VARIABLE}"
+            ) from None
 
 
 def _connection(run: str | None) -> RunConnection:

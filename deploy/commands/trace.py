@@ -68,9 +68,9 @@ def weight_updates(root: Path) -> list[dict[str, Any]]:
 
 
 async def _from_queue(connect_env: str) -> list[dict[str, Any]]:
-    from penstock.deploy.run.connection import SETTINGS, RunConnection
+    from penstock.deploy.run.connection import INTERACTIVE, RunConnection
 
-    queue = await RunConnection.from_lines(connect_env).connect(SETTINGS)
+    queue = await RunConnection.from_lines(connect_env).connect(INTERACTIVE)
     try:
         return [asdict(update) for update in await queue.updates()]
     finally:

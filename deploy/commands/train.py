@@ -16,6 +16,7 @@ from penstock.deploy.run.plan import SHUTDOWN_VARIABLE, TORCHRUN_S, TORCHRUN_TEL
 from penstock.deploy.run.weights_folder import hold_folder, local_weights_dir
 from penstock.trainer import RANKS_FILE_VARIABLE, BadJob, TrainerConfig
 from penstock.trainer.engines import check_nodes
+from penstock.transfer_queue import NoSuchRun, QueueUnavailable
 
 
 def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, wait_s: float = 0.0) -> None:
@@ -25,7 +26,10 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
     """
     if os.environ.get("PENSTOCK_SUPERVISED"):
         die_with_parent()  # kept over exec; torchrun passes SIGTERM on to its ranks
-    config = asyncio.run(_config(link, wait_s))
+    try:
+        config = asyncio.run(_config(link, wait_s))
+    except (NoSuchRun, QueueUnavailable) as error:
+        raise ConfigError(str(error)) from error
     trainer = config.trainer
     try:
         check_nodes(trainer, rendezvous.nodes)

@@ -50,6 +50,8 @@ PASSWORD_VARIABLE = "PENSTOCK_REDIS_PASSWORD"  # noqa: S105 - the variable's nam
 TOKEN_VARIABLE = "PENSTOCK_TOKEN"  # noqa: S105
 VIEW_TOKEN_VARIABLE = "PENSTOCK_VIEW_TOKEN"  # noqa: S105
 """Opens the page to read only."""
+INTERACTIVE = TransferQueueConfig(deadline_s=4.0)
+"""A person waits for the answer: a queue that is away is reported soon."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +138,14 @@ class RunConnection:
         """The queue and the run's configuration, as `penstock run` stored it there. A trainer asks for a batch log.
 
         A queue that is away and a run that has not begun are waited for, `wait_s` seconds. Raises `QueueError` then.
+        Roles of `penstock run` wait for a Redis that restarts; those that a person starts report it soon.
         """
         deadline, text, logged = time.monotonic() + wait_s, None, False
+        settings = None if os.environ.get("PENSTOCK_SUPERVISED") else INTERACTIVE
         while text is None:
             try:
                 async with contextlib.AsyncExitStack() as stack:
-                    queue = await self.connect()
+                    queue = await self.connect(settings)
                     stack.push_async_callback(queue.close)
                     text = await queue.config()
             except (NoSuchRun, QueueUnavailable) as error:
@@ -317,10 +321,6 @@ async def serve(server: RedisServer, linger_while: Path | None, linger_s: float)
         await server.stop()
 
 
-SETTINGS = TransferQueueConfig(deadline_s=4.0)
-"""A person looks: say soon that a queue is away."""
-
-
 class FolderQueues:
     """`own` is the run of this process's environment, wherever its folder is; the others are in `runs_dir`.
 
@@ -346,7 +346,7 @@ class FolderQueues:
             if link is None:
                 return None
             if run not in self._open:
-                self._open[run] = link, await link.connect(SETTINGS)
+                self._open[run] = link, await link.connect(INTERACTIVE)
             return self._open[run][1]
 
     async def close(self) -> None:

@@ -48,6 +48,7 @@ from penstock.common import (
 from penstock.datasets import BadSpec, materialise_all
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
 from penstock.deploy.run.connection import (
+    INTERACTIVE,
     TOKEN_VARIABLE,
     RedisLost,
     RunConnection,
@@ -151,7 +152,14 @@ async def open_queue(
         else:
             link, keeper = await stack.enter_async_context(own_redis(config, run, token))
             keepers.append(keeper)
-        queue = await link.connect(config.transfer_queue)
+        say = "the queue (transfer_queue.url) does not answer yet: it is asked for %.0f s"
+        note = asyncio.get_running_loop().call_later(
+            INTERACTIVE.deadline_s, logger.warning, say, config.transfer_queue.deadline_s
+        )
+        try:
+            queue = await link.connect(config.transfer_queue)
+        finally:
+            note.cancel()
         stack.push_async_callback(queue.close)
         yield link, queue, keepers
 

@@ -36,7 +36,7 @@ from penstock.deploy.run.weights_folder import local_weights_dir, weights_dir, w
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.telemetry.metrics import MetricsTarget, metrics_served, with_spans
 from penstock.sandbox import SandboxConfig
-from penstock.transfer_queue import OverBudget, RunContext, TransferQueue, TurnSettings
+from penstock.transfer_queue import NoSuchRun, OverBudget, QueueUnavailable, RunContext, TransferQueue, TurnSettings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -74,6 +74,9 @@ def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: boo
             # An OSError may come from anywhere; what other causes say is all that there is to know.
             traced = reason if isinstance(reason.__cause__, OSError) else None
             logging.getLogger("penstock").error("%s\na restart of this role would not help", reason, exc_info=traced)
+            raise SystemExit(1) from None
+        except (NoSuchRun, QueueUnavailable) as reason:
+            logging.getLogger("penstock").error("%s", reason)
             raise SystemExit(1) from None
 
 

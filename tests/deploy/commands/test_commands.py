@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -169,6 +170,18 @@ async def test_a_mistake_is_one_message(
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.chdir(tmp_path)
     assert message in (await invoke(*words, code=2)).stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("queue", "status"), ("queue", "dead-letters", "list"), ("queue", "drop", "--yes"), ("train",)]
+)
+async def test_queue_that_is_away_is_reported_soon(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"QUEUE": "redis://127.0.0.1:1", "RUN": "mine", "TOKEN": "t"}.items():
+        monkeypatch.setenv(f"PENSTOCK_{name}", value)
+    monkeypatch.delenv("PENSTOCK_SUPERVISED", raising=False)
+    message = (await invoke(*words, code=2)).stderr
+    (waited_s,) = re.findall(r"no answer from redis://127.0.0.1:1 for ([\d.]+) s", message)
+    assert float(waited_s) < 30
 
 
 async def test_generated_problems_become_parquet(tmp_path: Path) -> None:
