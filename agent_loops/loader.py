@@ -109,7 +109,7 @@ def isolated_imports(folder: Path) -> Iterator[None]:
     finally:
         sys.path[:] = path + [entry for entry in sys.path if entry not in path and entry != str(folder)]
         names = {_top(name) for name in others}
-        mine = {name: module for name, module in sys.modules.items() if _top(name) in names}
+        mine = {name: module for name, module in sys.modules.copy().items() if _top(name) in names}
         for name in mine:
             del sys.modules[name]
         _set_aside.setdefault(folder, {}).update(mine)
@@ -118,14 +118,15 @@ def isolated_imports(folder: Path) -> Iterator[None]:
 
 def _modules_hidden_by(folder: Path) -> Mapping[str, ModuleType]:
     """Loaded modules, with their submodules, of other users' folders that have a namesake in `folder`."""
+    loaded = sys.modules.copy()  # another thread may import meanwhile
     tops = {
         name
-        for name, module in sys.modules.items()
+        for name, module in loaded.items()
         if "." not in name
         and ((folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file())
         and _home(module) in _folders - {folder}
     }
-    return {name: module for name, module in sys.modules.items() if _top(name) in tops}
+    return {name: module for name, module in loaded.items() if _top(name) in tops}
 
 
 def _home(module: ModuleType) -> Path | None:
