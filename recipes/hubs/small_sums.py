@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
-import verifiers.legacy as vf
-from datasets import Dataset
+import verifiers.v1 as vf
+
+__all__ = ["Sums", "TwoTries"]
 
 
-class TwoTries(vf.MultiTurnEnv):
+class SumData(vf.TaskData):
+    answer: str
+
+
+class Sum(vf.Task[SumData]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+
+class SumsConfig(vf.TasksetConfig):
+    terms: int = 2
+
+
+class Sums(vf.Taskset[Sum, SumsConfig]):
+    def load(self) -> Iterator[Sum]:
+        for number in range(64):
+            numbers = [number + place for place in range(self.config.terms)]
+            question = f"What is {'+'.join(map(str, numbers))}?"
+            yield Sum(SumData(prompt=question, answer=str(sum(numbers))), self.config.task)
+
+
+class TwoTriesConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig(harness={"id": "null"}, max_turns=2)
+
+
+class TwoTries(vf.Env[TwoTriesConfig]):
     """Says once that an answer is wrong."""
 
-    async def env_response(self, messages: Any, state: Any, **further: Any) -> Any:
-        return [vf.UserMessage(content="That is wrong. Again.")]
-
-    @vf.stop
-    async def answered(self, state: Any) -> bool:
-        return any(state["answer"] in text_of(step["completion"]) for step in state["trajectory"])
-
-
-def text_of(messages: Any) -> str:
-    return "".join(str(getattr(one, "content", "") or "") for one in messages)
-
-
-def right(completion: Any, answer: str, **further: Any) -> float:
-    return float(answer in text_of(completion))
-
-
-def load_environment(terms: int = 2) -> vf.Environment:
-    rows = [
-        {
-            "question": "What is " + "+".join(str(number + place) for place in range(terms)) + "?",
-            "answer": str(sum(number + place for place in range(terms))),
-        }
-        for number in range(64)
-    ]
-    return TwoTries(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[right]), max_turns=2)
+    async def run(self, task: Sum, agents: vf.Agents) -> None:
+        async with agents.agent.interaction(task) as talk:
+            reply = await talk.turn()
+            if not reply.terminated and task.data.answer not in reply.last_reply:
+                await talk.turn("That is wrong. Again.")

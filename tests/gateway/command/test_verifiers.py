@@ -69,6 +69,15 @@ async def test_a_rollout_is_recorded_token_for_token_and_graded_by_its_rubric(ro
     assert len(sampled(segment)) > 4
 
 
+async def test_settings_reach_taskset_and_agent(rollout) -> None:
+    """The harness `bash` is the default of an environment that names none."""
+    settings = '{"taskset": {"terms": 3}, "agent": {"harness": {"id": "bash"}}}'
+    command = ["python3", "-P", "/recipe/verifiers_episode.py", "small_sums", "{seed}", settings]
+    outcome, trajectory, _ = await rollout("It is 18.", command=command)
+    assert (outcome.kind, trajectory.reward) == (OutcomeKind.COMPLETED, 1.0), (outcome, trajectory)
+    assert trajectory.segments[0].num_turns == 1
+
+
 async def test_a_wrong_answer_is_a_zero_and_an_environment_that_is_not_there_a_failure(rollout) -> None:
     outcome, trajectory, _ = await rollout("no", "no")
     assert (outcome.kind, trajectory.reward) == (OutcomeKind.COMPLETED, 0.0)
