@@ -243,8 +243,11 @@ def code_files(config: RunConfig) -> set[Path]:
 
 def _read_recipe(recipe: Path) -> dict[str, Any]:
     if not recipe.is_file():
+        if recipe.is_dir():
+            raise ConfigError(f"{recipe}: a folder, and not a run's: give the recipe's file, *.yaml or *.py")
         shipped = [str(file.relative_to(RECIPES)) for file in RECIPES.rglob("*.yaml")]
-        hint = nearest(str(recipe).removeprefix("recipes/"), shipped)
+        own = [file.name for end in ("yaml", "py") for file in recipe.parent.glob(f"*.{end}")]
+        hint = nearest(recipe.name, own, cutoff=0.8) or nearest(str(recipe).removeprefix("recipes/"), shipped)
         raise ConfigError(f"{recipe}: no such recipe file{hint}; `penstock recipes` lists Penstock's own")
     if recipe.suffix == ".py":
         return _read_python(recipe)
@@ -291,7 +294,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
+        problem = f"{error.context}: {error.problem}" if isinstance(error, yaml.MarkedYAMLError) else str(error)
         raise ConfigError(
             f"override {override!r}: the value is not valid YAML ({problem}); quote text as '\"…\"'"
         ) from None
@@ -416,10 +419,11 @@ def _nearest(location: Sequence[str]) -> str:
         return f"; did you mean {known!r}?"
     model = _section(location[:-1])
     valid = list(model.model_fields) if model else []
-    close = difflib.get_close_matches(location[-1], valid, n=len(valid), cutoff=0.0) if valid else []
+    close = difflib.get_close_matches(location[-1], valid, n=8, cutoff=0.0) if valid else []
     if close and difflib.SequenceMatcher(None, location[-1], close[0]).ratio() >= 0.5:
         return f"; did you mean {'.'.join([*location[:-1], close[0]])!r}?"
-    return f"; valid keys here are {', '.join(sorted(valid))}"
+    more = "; `penstock run RECIPE --dry-run` prints every setting" if len(valid) > len(close) else ""
+    return f"; valid keys here are, the nearest first, {', '.join(close)}{more}"
 
 
 def _annotation(dotted: str) -> Any:

@@ -12,6 +12,7 @@ class TransferQueueConfig(BaseModel):
 
     url: str | None = Field(
         None,
+        pattern=r"^(redis|rediss|unix)://",
         description="redis://, rediss:// or unix:// of a Redis or cluster; None lets `penstock run` start one.",
     )
     appendfsync: Literal["everysec", "always"] = Field(

@@ -17,10 +17,14 @@ class RunTaken(QueueError):
     """The queue holds another run of this name; the message has the identities of both, and what to do."""
 
     def __init__(self, name: str, theirs: RunIdentity, ours: RunIdentity) -> None:
-        super().__init__(
-            f"run {name} is another run: in the queue {theirs}; here {ours}. Choose another name=…, continue that run "
-            "from its own folder, or delete it (`penstock queue drop`)"
-        )
+        if theirs.run_id == ours.run_id:
+            message = f"model: run {name} trains {theirs.model}, not {ours.model}; give that model, or another name=…"
+        else:
+            message = (
+                f"run {name} is another run: in the queue {theirs}; here {ours}. Choose another name=…, continue that "
+                "run from its own folder, or delete it (`penstock queue drop`)"
+            )
+        super().__init__(message)
 
 
 class LeaseLost(QueueError):

@@ -30,6 +30,8 @@ def dashboard(
     from penstock.deploy.run.connection import FolderQueues
     from penstock.deploy.run.roles import run_role
 
+    if runs_dir.is_file():
+        refuse(f"{runs_dir} is a file; give the folder that holds the runs")
     if (runs_dir / "config.yaml").is_file():
         refuse(f"{runs_dir} is a run; give the folder that holds it: penstock dashboard {runs_dir.parent}")
     tokens = _tokens()

@@ -165,9 +165,11 @@ async def _supervise(  # noqa: PLR0917 - called in one place
         ended = [task for task in (supervising, collecting) if task.done()]
         for task in own:
             task.cancel()
-        await supervisor.stop()
-        await asyncio.gather(*own, return_exceptions=True)
-        collector.close()
+        try:
+            await supervisor.stop()
+        finally:  # also after a second Ctrl-C
+            await asyncio.gather(*own, return_exceptions=True)
+            collector.close()
     for task in ended:
         task.result()
 

@@ -23,7 +23,7 @@ from typing import Any
 from penstock.deploy.config import ConfigError, RunConfig, load_config, parse_config
 from penstock.deploy.pretrained import find_fetched
 from penstock.deploy.rehearsal import rows_of
-from penstock.deploy.run_dir import RunDir
+from penstock.deploy.run_dir import RunDir, no_such_run
 from penstock.trainer import DatasetRow
 
 NOT_RESULTS = frozenset({"workers", "max_restarts", "concurrency", "server_requests", "capture", "temperature"})
@@ -92,8 +92,8 @@ def resolve_target(request: EvalRequest) -> EvalPlan:
     run = RunDir(request.target.resolve()) if request.target.is_dir() else None
     if run is not None and not run.config.exists():
         raise ConfigError(f"{request.target}: no config.yaml, so no run's folder; give a recipe or a run")
-    if run is None and not request.target.is_file():
-        raise ConfigError(f"{request.target}: neither the folder of a run nor a recipe; `ls runs` lists runs")
+    if run is None and not request.target.exists() and request.target.suffix not in (".yaml", ".yml", ".py"):
+        raise ConfigError(f"{no_such_run(request.target.parent, request.target.name)}; a recipe is a target too")
     config = load_config(run.config if run else request.target, request.overrides, with_tasks=False)
     model, source, step = _model(request, config, run)
     name = request.name or f"{config.name}-eval{'' if step is None else f'-step{step}'}"

@@ -54,12 +54,14 @@ def check_template(config: RunConfig) -> Check | None:
         with opened_tools(config) as tools:
             chat = chat_of(config.model, config.agent)
             verified = verify_sources(chat, config.agent, tools)
-    except SandboxError as error:
-        return Check("sandbox", False, config.sandbox.backend, str(error))
+    except SandboxError:
+        return skipped("chat template", "it needs the tools, and they a sandbox: see `sandbox`")
     except ToolConfigError as error:
         return Check("tools", False, str(error), "correct this entry of `tools` in the recipe")
     except (AgentError, OSError, ValueError) as error:
-        return Check("chat template", False, config.model, str(error))
+        return Check(
+            "chat template", False, f"{config.model}: {error}", "correct what it names, or choose another model"
+        )
     detail = f"turns are appended exactly; verified on {verified.conversations} conversations"
     if roles := sorted(chat.renewing_roles):
         detail += f"; a new segment begins before messages of role {' and '.join(roles)}"
@@ -76,7 +78,9 @@ def check_loop(config: RunConfig) -> Check | None:
         try:
             find_loop(name, Path())
         except LoadError as error:
-            return Check("agent.loop", False, name, str(error))
+            return Check(
+                "agent.loop", False, str(error), "set agent.loop to a known name, a dotted path or FILE.py:NAME"
+            )
     return Check("agent.loop", True, ", ".join(names))
 
 
@@ -91,6 +95,8 @@ def _named_by_rows(config: RunConfig) -> set[str]:
 
 
 NAME = "agent.reward"
+WITHOUT_REWARDS = {"single_turn", "tool_agent"}
+"""Loops that leave the reward to `agent.reward` or to tools."""
 ANSWER = "penstock doctor asks whether this can be scored"
 SAMPLE: Mapping[str, Any] = {
     "num_turns": 1,
@@ -108,12 +114,16 @@ def check_reward(config: RunConfig) -> Check | None:
     from penstock.agent_loops import LoadError
     from penstock.agent_loops.rewards import check_reward
 
-    if not config.agent.reward or not config.agent.workers:
-        return None  # loops or tools give the rewards, or episodes are leased by somebody else
+    if not config.agent.workers:
+        return None  # episodes are leased by somebody else
+    if not config.agent.reward:
+        if config.tools or {*config.agent.loops, *_named_by_rows(config)} - WITHOUT_REWARDS:
+            return None  # loops or tools give the rewards
+        return Check(NAME, False, "no loop and no tool gives a reward", "set agent.reward=FILE.py:compute_score")
     try:
         check_reward(config.agent, data_sources(config))
     except LoadError as error:
-        return Check(NAME, False, config.agent.reward, str(error))
+        return Check(NAME, False, str(error), "set agent.reward to a known name, a dotted path or FILE.py:NAME")
     return Check(NAME, True, config.agent.reward)
 
 
@@ -135,7 +145,7 @@ def check_score(config: RunConfig) -> Check | None:
     try:
         reward = asyncio.run(_score(config, row))
     except LoadError as error:
-        return Check("reward of a row", False, config.agent.reward, str(error))
+        return Check("reward of a row", False, str(error), "correct agent.reward")
     except InfraFailure as error:
         return Check("reward of a row", False, f"{config.agent.reward} on row 1: {error}", _fix(config, error.reason))
     return Check("reward of a row", True, f"{config.agent.reward} scores row 1: {reward:g} for a wrong answer")
@@ -195,7 +205,7 @@ async def _ask(settings: dict[str, Any]) -> Check:
     try:
         tool = SearchTool(**settings)
     except (TypeError, ValueError) as error:
-        return Check("search server", False, where, str(error))
+        return Check("search server", False, f"{where}: {error}", "correct the settings of the tool `search`")
     try:
         await tool.execute(None, QUESTION)
     except ToolInfraError as error:

@@ -68,7 +68,9 @@ def check_data(config: RunConfig) -> Check:
                 continue
             rows = load_rows(spec)
         except (DataError, BadSpec) as error:
-            return Check("data", False, spec, str(error))
+            return Check(
+                "data", False, str(error), "correct data.train or data.eval: docs/guide/data.md has every form"
+            )
         if config.rollout.engine in BLIND and any(row.has_images for row in rows):
             detail = f"{spec} has images, of which rollout.engine={config.rollout.engine} makes its own pixels"
             return Check("data", False, detail, "set rollout.engine=vllm or hf, see docs/guide/vision.md")

@@ -114,7 +114,9 @@ def check_redis(config: RunConfig) -> Check:
     try:
         binary = find_redis_server()
     except QueueError as error:
-        return Check("redis-server", False, "not usable", str(error))
+        return Check(
+            "redis-server", False, str(error), "install redis-server, or set transfer_queue.url to another Redis"
+        )
     return Check("redis-server", True, binary.path)
 
 

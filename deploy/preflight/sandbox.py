@@ -67,7 +67,7 @@ def check_sandbox(config: RunConfig) -> Check | None:
     try:
         asyncio.run(_try(config))
     except SandboxError as error:
-        return Check("sandbox", False, config.sandbox.backend, str(error))
+        return Check("sandbox", False, str(error), "install what it names, or set another sandbox.backend")
     return Check("sandbox", True, config.sandbox.backend)
 
 

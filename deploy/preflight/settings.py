@@ -58,7 +58,9 @@ async def _check_stock_server(config: RolloutConfig) -> Check:
     try:
         installation = await find_installation(config)
     except EngineError as error:
-        return Check("rollout.engine", False, config.engine, str(error))
+        return Check(
+            "rollout.engine", False, str(error), f"scripts/setup-{config.engine}, or rollout.engine=hf on CPUs"
+        )
     name = f"{config.engine} {installation.version} in {installation.python}"
     if not installation.cpu and not any(map(os.path.exists, GPU_DEVICES)):
         fix = f"scripts/setup-{config.engine} makes the build for this machine; rollout.engine=hf computes on CPUs"
@@ -119,7 +121,7 @@ def check_algorithm(config: RunConfig) -> Check | None:
     try:
         check_algorithm(config.trainer, config.group_size)
     except ValueError as error:
-        return Check("trainer.advantage", False, detail, str(error))
+        return Check("trainer.advantage", False, str(error), "correct trainer.advantage, trainer.loss or their options")
     return Check("trainer.advantage", True, detail)
 
 
@@ -134,7 +136,7 @@ def check_training_engine(config: RunConfig) -> Check | None:
         check_engine(trainer)
         _check_split(config)
     except ValueError as error:
-        return Check("trainer.engine", False, detail, str(error))
+        return Check("trainer.engine", False, str(error), "correct trainer.engine, trainer.ranks or trainer.parallel")
     return Check("trainer.engine", True, detail)
 
 
@@ -193,7 +195,7 @@ def check_capacity(config: RunConfig) -> Check:
         check_step_bytes(largest, config.agent.most_response_tokens, token_bytes(config))
         check_quotas(limits, data_sources(config) if limits.quotas else [])
     except QueueError as error:
-        return Check("transfer_queue", False, "no step could be filled or held", str(error))
+        return Check("transfer_queue", False, str(error), "correct group_size, groups_per_step or transfer_queue.*")
     return Check("transfer_queue", True, f"a step of {limits.groups_per_step} groups can be filled and held")
 
 
@@ -241,5 +243,5 @@ def check_training_job(config: RunConfig) -> Check | None:
     try:
         check_job(job)
     except ValueError as error:
-        return Check("trainer settings", False, "the trainer would refuse them", str(error))
+        return Check("trainer settings", False, str(error), "correct the setting that it names")
     return Check("trainer settings", True, f"{config.trainer.steps} steps of {config.groups_per_step} groups")

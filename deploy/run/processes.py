@@ -133,10 +133,12 @@ class RoleProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.spec.stop_grace_s):
-                await self._ended.wait()
-        self.kill()
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.spec.stop_grace_s):
+                    await self._ended.wait()
+        finally:
+            self.kill()  # also if a second Ctrl-C ends the grace period
 
     def kill(self) -> None:
         """SIGKILL to everything in the role's session that is still in its process group."""

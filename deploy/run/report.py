@@ -238,7 +238,9 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
     lines = {
         "reward": f"{_rounded(get('reward_first'))} -> {_rounded(get('reward_last'))} (first {first}, last"
         f" {last} of {get('steps')} steps)",
-        "evaluation": f"{_rounded(get('eval_reward'))} over {get('eval_episodes', 0):.0f} episodes",
+        "evaluation": f"{_rounded(get('eval_reward'))} over {get('eval_episodes'):.0f} episodes"
+        if get("eval_episodes")
+        else "",
         "episodes": ", ".join([f"{get('episodes_trained')} trained", *(f"{n} {what}" for what, n in lost.items() if n)])
         + ("" if get("lost") or get("trained_twice") else "; none lost, none trained twice"),
         "tokens": f"{get('tokens_sampled', 0):,} sampled, at most {get('staleness_max')} versions old",

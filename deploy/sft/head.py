@@ -140,12 +140,14 @@ async def _supervise(config: RunConfig, run: RunDir, reporter: SftReporter) -> L
     try:
         ended, _ = await asyncio.wait({running, *helpers}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await trainer.stop()
-        for task in helpers:
-            task.cancel()
-        await asyncio.gather(running, *helpers, return_exceptions=True)
-        reporter.close()
-        total = lives.total({"trainer": trainer.restarts})
+        try:
+            await trainer.stop()
+        finally:  # also after a second Ctrl-C
+            for task in helpers:
+                task.cancel()
+            await asyncio.gather(running, *helpers, return_exceptions=True)
+            reporter.close()
+            total = lives.total({"trainer": trainer.restarts})
     for task in ended:
         task.result()
     return total

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -212,9 +213,18 @@ def _short(
 
 
 def _split(config: RunConfig, conversations: Sequence[Sequence[Segment]]) -> tuple[list[Segment], list[Segment]]:
-    """Rows (to train on, held out): conversations that begin alike on one side, chosen by the seed."""
+    """Rows (to train on, held out): conversations that begin alike on one side, chosen by the seed.
+
+    Raises `ConfigError` for a share that holds out nothing.
+    """
     prompts = list(dict.fromkeys(_beginning(segments) for segments in conversations))
-    count = int(config.sft.validation_share * len(prompts))
+    share = config.sft.validation_share
+    count = int(share * len(prompts))
+    if share and prompts and not count:
+        least = math.ceil(1000 / len(prompts)) / 1000
+        raise ConfigError(
+            f"sft.validation_share: {share:g} of {len(prompts)} prompts is none; set {least:g} or more, or 0"
+        )
     held_out = set(random.Random(f"{config.seed}/validation").sample(prompts, count))
     sides: tuple[list[Segment], list[Segment]] = ([], [])
     for segments in conversations:

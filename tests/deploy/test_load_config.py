@@ -47,7 +47,9 @@ def test_load_config_override_values(recipe: Path) -> None:
         ("trainer.lr=[1", ["override 'trainer.lr=[1'", "not valid YAML", "expected ',' or ']'"]),
         ("trainer.learning_rate=1", ["trainer.learning_rate: no such key; did you mean 'trainer.lr'?"]),
         ("batch_size=1", ["batch_size: no such key; did you mean 'groups_per_step'?"]),
-        ("trainer.zzz=1", ["trainer.zzz: no such key; valid keys here are "]),
+        ("trainer.zzz=1", ["trainer.zzz: no such key; valid keys here are, the nearest first, "]),
+        ("transfer_queue.url=http://x", ["transfer_queue.url: ", "redis://, rediss:// or unix://"]),
+        ("trainer.lr={a", ["while parsing a flow mapping: expected"]),
         ("tools=My_tool.py:Guess", ["My_tool.py:Guess", "write tools='[{name: ", "}]'"]),
         ("model.name=x", ["'model' is a value, not a section"]),
         ("name=../evil", ["name:", "Names runs/NAME"]),
@@ -85,6 +87,10 @@ def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
         load_config(tmp_path / "empty.yaml")
     with pytest.raises(ConfigError, match="no such recipe file; `penstock recipes`"):
         load_config(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match=r"no such recipe file; did you mean 'empty\.yaml'"):
+        load_config(tmp_path / "emty.yaml")
+    with pytest.raises(ConfigError, match="a folder, and not a run's"):
+        load_config(tmp_path)
     with pytest.raises(ConfigError, match=r"no such recipe file; did you mean 'calculator.yaml'\?"):
         load_config(Path("recipes/calculater.yaml"))
 

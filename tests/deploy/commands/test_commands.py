@@ -42,6 +42,7 @@ def test_ctrl_c_while_the_commands_are_imported_leaves_no_traceback() -> None:
 def test_dashboard_of_a_run_names_the_folder_that_holds_it(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/config.yaml").touch()
+    assert "is a file" in CliRunner().invoke(app, ["dashboard", str(tmp_path / "mine/config.yaml")]).stderr
     refused = CliRunner().invoke(app, ["dashboard", str(tmp_path / "mine")])
     assert refused.exit_code == 2
     assert f"is a run; give the folder that holds it: penstock dashboard {tmp_path}" in refused.stderr

@@ -34,7 +34,7 @@ def failed(check: Asked, *overrides: str) -> dict[str, Check]:
 def assert_refused(check: Asked, overrides: list[str], name: str, fix: str) -> None:
     found = failed(check, *overrides)
     assert name in found
-    assert re.search(fix, found[name].fix), found[name]
+    assert re.search(fix, f"{found[name].found}; {found[name].fix}"), found[name]
 
 
 @contextlib.contextmanager

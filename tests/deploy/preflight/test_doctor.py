@@ -47,7 +47,7 @@ def test_a_doomed_run_is_refused_before_it_begins(tmp_path: Path, capsys: pytest
         assert run_recipe(RECIPE, wrong, resume=False, dry_run=dry_run) == 2
         printed = capsys.readouterr()
         assert ("model: nowhere" in printed.out) == dry_run, "the resolved recipe"
-        for line in ("model: nowhere", "data: none.jsonl", "agent.loop: none.py:Loop", "no file 'none.py'"):
+        for line in ("model: nowhere", "data: dataset none.jsonl", "agent.loop: no file 'none.py'"):
             assert line in printed.err
     assert list(tmp_path.iterdir()) == []
 

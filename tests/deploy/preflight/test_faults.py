@@ -107,6 +107,7 @@ SETTINGS: list[tuple[Asked, list[str], str, str]] = [
     (check_data, ["data.train=generate:calculator/test"], "data", "generators are calculator/train"),
     (check_loop, ["agent.loop=tool_agnt"], "agent.loop", "did you mean 'tool_agent'"),
     (check_template, ["tools=[{name: pyton}]"], "tools", "correct this entry"),
+    (check_reward, ["agent.reward=", "tools=[]"], "agent.reward", "no loop and no tool gives a reward"),
     (check_reward, ["agent.reward=/nowhere/no_reward.py:score"], "agent.reward", r"/nowhere/no_reward\.py"),
     (check_model, ["model=./no/such/model"], "model", r"config\.json, tokenizer"),
     (

@@ -270,6 +270,8 @@ def test_prompts_are_held_out_whole(tmp_path: Path) -> None:
     assert (found.conversations, found.validation) == (30, 10)
     train, held = ({tuple(prompt) for prompt, _ in conversations(tmp_path, s)} for s in ("train", "validation"))
     assert not train & held
+    with pytest.raises(ConfigError, match=r"sft\.validation_share: 0\.04 of 20 prompts is none; set 0\.05 or more"):
+        prepared(tmp_path / "none", messages=str(file), validation_share=0.04)
 
 
 def test_long_conversations_are_left_out(tmp_path: Path) -> None:
