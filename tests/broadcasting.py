@@ -139,13 +139,13 @@ class StagedServer:
         return dict(await asyncio.to_thread(read, found))
 
 
-def receive_in_place(offer: Any, held: dict[str, Any], pause: Callable[[], None]) -> str:
+def receive_in_place(offer: Any, membership: Any, held: dict[str, Any], pause: Callable[[], None]) -> str:
     """As an engine's worker does: `held` [bytes] by tensor is overwritten as the stream comes. Blocks."""
     import torch
 
     from penstock.weight_sync import JoinedBroadcast, state_of, tensor_parts
 
-    with closing(JoinedBroadcast(offer)) as joined:
+    with closing(JoinedBroadcast(offer, membership)) as joined:
         pause()
         for part in tensor_parts(offer.tensors, joined.buckets()):
             part.write(held.setdefault(part.tensor.name, torch.zeros(part.tensor.nbytes, dtype=torch.uint8)))
@@ -156,11 +156,12 @@ class InPlaceServer(StagedServer):
     """The same with an engine that receives in place: `held` is overwritten while it `stands_still`."""
 
     def __init__(self, folder: Path) -> None:
-        from penstock.weight_sync import BroadcastMember, StagedFetch
+        from penstock.weight_sync import BroadcastMember, Membership, StagedFetch
 
         super().__init__(folder)
         self.member = BroadcastMember(TOKEN, in_place=True)
         self.fetch = StagedFetch(self.member, self)  # type: ignore[arg-type]
+        self.membership = Membership()
         self.held: dict[str, Any] = {}
         self.stands_still = False
 
@@ -171,7 +172,7 @@ class InPlaceServer(StagedServer):
         from penstock.weight_sync import WeightsUnreachable
 
         try:
-            return await asyncio.to_thread(receive_in_place, offer, self.held, self.pause)
+            return await asyncio.to_thread(receive_in_place, offer, self.membership, self.held, self.pause)
         except WeightsUnreachable:
             self.stands_still = False
             raise

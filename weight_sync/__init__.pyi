@@ -1,3 +1,4 @@
+from .broadcast.group import Membership as Membership
 from .broadcast.in_place import JoinedBroadcast as JoinedBroadcast
 from .broadcast.in_place import TensorPart as TensorPart
 from .broadcast.in_place import as_tensor as as_tensor

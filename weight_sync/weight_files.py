@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,8 @@ class WeightFiles:
     async def close(self) -> None:
         if self._server is not None:
             await self._server.stop()
+        if self.broadcaster is not None:
+            await asyncio.to_thread(self.broadcaster.membership.leave)
 
     def write(self, version: int, weights: NamedTensors) -> Manifest:
         """Write `version`. Blocks meanwhile. Raises `NoSpace`."""

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support.board import open_board, run_roles
-from penstock.weight_sync import Broadcaster, JoinedBroadcast, Members, Offer, RankWire, Shard, WeightSource
+from penstock.weight_sync import Broadcaster, JoinedBroadcast, Members, Membership, Offer, RankWire, Shard, WeightSource
 
 SENDERS, SERVERS, WORKERS = 4, 2, 4
 ROLES = SENDERS + WORKERS
 TENSORS = 16
 WAIT = timedelta(seconds=300)
+HERE = {"trainer": "127.0.0.1", "here": "127.0.0.1"}
 _TCP_INFO_BYTES, _BYTES_AT = 232, 120
 """Size of ``struct tcp_info``, and the offset of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in it."""
 
@@ -100,7 +101,7 @@ class _Place:
         server, worker = divmod(self._role - SENDERS, WORKERS // SERVERS)
         offer = Offer.parse(json.loads(self._board.get(f"offer {server}")))
         came = 0
-        with closing(JoinedBroadcast(replace(offer, trainer="127.0.0.1", here="127.0.0.1"), worker)) as joined:
+        with closing(JoinedBroadcast(replace(offer, **HERE), Membership(), worker)) as joined:
             for piece in joined.buckets():
                 came += len(piece)
                 if came == self._nbytes:

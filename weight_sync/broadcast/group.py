@@ -1,8 +1,8 @@
-"""The process groups of one version's broadcast: one for each rank of the trainer that sends, with the workers of the
-servers that are ready.
+"""The process groups of broadcasts: one for each rank of the trainer that sends, with the workers of the servers.
 
-Each broadcast has separate groups. They touch nothing global, so a broken one does not affect the groups that its
-processes have otherwise. Bytes go from a group's rank 0 to all others, a bucket at a time, in the stream's order:
+They stand from version to version while the same members take part (`Membership`), and all meet before each version.
+They touch nothing global, so a broken one does not affect the groups that its processes have otherwise. Bytes go from
+a group's rank 0 to all others, a bucket at a time, in the stream's order:
 
     gloo    host memory ──────────────────────────────► host memory
     nccl    host memory ─► sender's GPU ─► worker's GPU ─► host memory      a bucket under way is on each GPU
@@ -26,6 +26,10 @@ import torch.distributed as dist
 
 from penstock.weight_sync.broadcast.nccl import Nccl, NcclError, until_idle
 from penstock.weight_sync.broadcast.offer import GLOO, Member
+
+IDLE_S = 200.0
+"""Groups that carried nothing for so long are formed again: some networks cut connections without traffic, load
+balancers of clouds after 240 s."""
 
 
 def open_store(listener: socket.socket, member: Member) -> dist.TCPStore:
@@ -53,8 +57,22 @@ class BroadcastGroup(ABC):
     """
 
     def __init__(self, store: dist.TCPStore, member: Member) -> None:
-        self._store = dist.PrefixStore(member.name, store)
+        self._store = dist.PrefixStore(member.group, store)
         self._member = member
+        self._met: list[str] = []
+        """The store's keys of the last meeting."""
+        # A member that never comes is noticed here: NCCL would take up to its own deadline.
+        self.meet("formation")
+
+    def meet(self, broadcast: str) -> None:
+        """Blocks until all members begin `broadcast`. Raises `RuntimeError` where one does not in `silence_s`."""
+        before, self._met = self._met, [f"begin/{broadcast}", f"begun/{broadcast}"]
+        come, all_there = self._met
+        if self._store.add(come, 1) == self._member.size:
+            self._store.set(all_there, "1")
+            for key in before:  # nobody waits for it any more: all are here
+                self._store.delete_key(key)
+        self._store.wait([all_there], self._member.silence)
 
     @abstractmethod
     def begin(self, bucket: torch.Tensor) -> Transfer:
@@ -64,47 +82,86 @@ class BroadcastGroup(ABC):
     def close(self) -> None:
         """Leave: others that wait for this member get an error, after `silence_s` at the latest."""
 
-    def say_done(self) -> None:
-        """This worker has all bytes."""
-        self._store.set(f"done/{self._member.rank}", "1")
+    def say_done(self, broadcast: str) -> None:
+        """This worker has all bytes of `broadcast`."""
+        self._store.set(f"done/{broadcast}/{self._member.rank}", "1")
 
-    def count_done(self) -> int:
+    def count_done(self, broadcast: str) -> int:
         """Return the number of workers that have all bytes; waits for the others, `silence_s` in all."""
         done, give_up_at = 0, time.monotonic() + self._member.silence_s
         for rank in range(1, self._member.size):
             with contextlib.suppress(RuntimeError):
-                left_s = max(0.01, give_up_at - time.monotonic())
-                self._store.wait([f"done/{rank}"], timedelta(seconds=left_s))
+                left_s, key = max(0.01, give_up_at - time.monotonic()), f"done/{broadcast}/{rank}"
+                self._store.wait([key], timedelta(seconds=left_s))
+                self._store.delete_key(key)
                 done += 1
         return done
 
 
-def join_groups(
-    store: dist.TCPStore, members: Iterable[tuple[int, Member]], host: str, device: torch.device | None
-) -> dict[int, BroadcastGroup]:
-    """The groups of one member of a broadcast, by their wire, one after the other. `members`: its place in the group of
-    each sending rank, asked for when the group before is formed; `host`: this machine's address there; `device`: whose
-    memory NCCL moves.
+class Membership:
+    """One member's groups, which following broadcasts of the same members use again. One thread at a time uses it."""
 
-    Raises `RuntimeError`, `OSError`; it is in none of them then.
-    """
-    groups: dict[int, BroadcastGroup] = {}
-    stream: NcclStream | None = None
-    try:
-        for sender, member in members:
-            if stream is None and member.wire != GLOO:
-                stream = NcclStream(device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0))
-            try:
-                groups[sender] = NcclGroup(store, member, stream) if stream else GlooGroup(store, member, host)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"the group in which rank {member.name.rpartition('/')[2]} of the trainer sends is not complete: a "
-                    f"member of it is gone, or does not reach the others at rollout.weights_host: {error}"
-                ) from error
-    except BaseException:
+    def __init__(self) -> None:
+        self.groups: dict[int, BroadcastGroup] = {}
+        """By the rank of the trainer that sends; empty if this process is in none."""
+        self._member: Member | None = None
+        self._met_at = 0.0
+
+    @property
+    def stands(self) -> bool:
+        """Following broadcasts may use the groups."""
+        return bool(self.groups) and time.monotonic() - self._met_at < IDLE_S
+
+    def meet(
+        self,
+        broadcast: str,
+        member: Member,
+        places: Iterable[tuple[int, Member]],
+        store: Callable[[], dist.TCPStore],
+        *,
+        host: str,
+        device: torch.device | None = None,
+    ) -> None:
+        """Blocks until all members of each group begin `broadcast`. If `member` is not in its groups yet, others are
+        left and they are formed, by their wire, one after the other.
+
+        Args:
+            places: the place in the group of each sending rank, asked for when the group before is complete.
+            store: finds the groups' store, if they are to be formed.
+            host: this machine's address there.
+            device: whose memory NCCL moves.
+
+        Raises `RuntimeError`, `OSError`; this process is in no group then.
+        """
+        if member != self._member:
+            self.leave()
+        if (forms := not self.groups) and not member.forms_for(broadcast):
+            raise RuntimeError(f"this member has left the groups of broadcast {member.group}")
+        made, stream = store() if forms else None, None
+        try:
+            for sender, place in places:
+                if stream is None and forms and member.wire != GLOO:
+                    stream = NcclStream(device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0))
+                try:
+                    if made is not None:
+                        self.groups[sender] = NcclGroup(made, place, stream) if stream else GlooGroup(made, place, host)
+                    else:
+                        self.groups[sender].meet(broadcast)
+                except RuntimeError as error:
+                    rank = place.group.rpartition("/")[2]
+                    raise RuntimeError(
+                        f"the group in which rank {rank} of the trainer sends is not complete: a member of it is gone, "
+                        f"or does not reach the others at rollout.weights_host: {error}"
+                    ) from error
+        except BaseException:
+            self.leave()
+            raise
+        self._member, self._met_at = member, time.monotonic()
+
+    def leave(self) -> None:
+        """Others that wait for this member get an error, after `silence_s` at the latest."""
+        groups, self.groups, self._member = self.groups, {}, None
         leave_groups(groups.values())
-        raise
-    return groups
 
 
 def leave_groups(groups: Iterable[BroadcastGroup]) -> None:
@@ -146,9 +203,6 @@ class NcclGroup(BroadcastGroup):
         if member.rank == 0:
             self._store.set("nccl", nccl.unique_id().hex())
         unique_id = bytes.fromhex(self._store.get("nccl").decode())
-        # A member that never comes is noticed here: NCCL would take up to its own deadline.
-        self._store.set(f"here/{member.rank}", "1")
-        self._store.wait([f"here/{rank}" for rank in range(member.size)], member.silence)
         self._communicator = nccl.join(member.size, unique_id, member.rank, member.silence_s)
 
     def begin(self, bucket: torch.Tensor) -> Transfer:

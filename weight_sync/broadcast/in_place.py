@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import torch
 
-from penstock.weight_sync.broadcast.group import BroadcastGroup, find_store, join_groups, leave_groups
+from penstock.weight_sync.broadcast.group import Membership, find_store
 from penstock.weight_sync.broadcast.memory import bucket_memory, two_buckets
 from penstock.weight_sync.broadcast.offer import ITEM_BYTES, Offer, StreamDigests, StreamTensor, sending_ranks
 from penstock.weight_sync.broadcast.stream_places import Bucket, Places
@@ -31,20 +31,31 @@ ENDED_EARLY = (RuntimeError, OSError, ValueError, MemoryError)
 
 
 class JoinedBroadcast:
-    """One worker's place in a version's group. One thread at a time uses it; `close` ends it in any case."""
+    """One worker's place in a version's broadcast. One thread at a time uses it; `close` ends it in any case."""
 
-    def __init__(self, offer: Offer, worker: int = 0, device: torch.device | None = None) -> None:
-        """Blocks until all members are there. `device`: on which NCCL receives.
+    def __init__(
+        self,
+        offer: Offer,
+        membership: Membership,
+        worker: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """Blocks until all members are there.
+
+        Args:
+            membership: the worker's groups, which stand for the next broadcast once all of this one came.
+            device: on which NCCL receives.
 
         Raises `WeightsUnreachable` where one does not come.
         """
         self.offer = offer
         self.entries: tuple[TensorEntry, ...] = ()
         """What came, in the stream's order; empty until all of it came."""
-        self._begun = self._closed = False
-        """A bucket was handed out; the groups were left."""
+        self._begun = self._whole = False
+        """A bucket was handed out; all of them came."""
+        self._membership = membership
         try:
-            self._groups = _join(offer, worker, device)
+            _meet(self._membership, offer, worker, device)
         except ENDED_EARLY as error:
             raise WeightsUnreachable(self._ended(error)) from error
 
@@ -62,28 +73,27 @@ class JoinedBroadcast:
                     self._begun = True
                     yield bucket
                 entries = digests.entries()
-                self._groups[0].say_done()
-                self.entries = entries
+                self._membership.groups[0].say_done(self.offer.name)
+                self.entries, self._whole = entries, True
         except ENDED_EARLY as error:
             kind = WeightsBroken if self._begun else WeightsUnreachable
             raise kind(self._ended(error)) from error
 
     def close(self) -> None:
-        """Leave the groups: others that wait for this member get an error, after `silence_s` at the latest."""
-        if not self._closed:
-            self._closed = True
-            leave_groups(self._groups.values())
+        """Leave the groups, unless all came."""
+        if not self._whole:
+            self._membership.leave()
 
     def _received(self, memory: Iterable[torch.Tensor] | None) -> Iterator[memoryview]:
-        offer, begin = self.offer, 0
+        offer, groups, begin = self.offer, self._membership.groups, 0
         places = _places(offer.splits, offer.split_of, tuple(ITEM_BYTES[tensor.dtype] for tensor in offer.tensors))
-        scratch = bucket_memory(min(offer.bucket_bytes, offer.nbytes)) if len(self._groups) > 1 else torch.empty(0)
+        scratch = bucket_memory(min(offer.bucket_bytes, offer.nbytes)) if len(groups) > 1 else torch.empty(0)
         before: memoryview | None = None
         for target in two_buckets(offer.nbytes, offer.bucket_bytes) if memory is None else memory:
             bucket = Bucket(offer.version, begin, target, scratch)
             begin += len(target)
             ranges = bucket.ranges(places.within(bucket.begin, begin))
-            transfers = [self._groups[one.rank].begin(one.memory) for one in ranges]
+            transfers = [groups[one.rank].begin(one.memory) for one in ranges]
             if before is not None:
                 yield before
             for transfer, one in zip(transfers, ranges, strict=True):
@@ -103,19 +113,22 @@ def _places(splits: tuple[tuple[int, ...], ...], split_of: tuple[int, ...], item
     return Places([splits[number] for number in split_of], items)
 
 
-def _join(offer: Offer, worker: int, device: torch.device | None) -> dict[int, BroadcastGroup]:
+def _meet(membership: Membership, offer: Offer, worker: int, device: torch.device | None) -> None:
     """The group of each sending rank, once all members are there. Raises `RuntimeError`, and `OSError` naming the key
     to set."""
     member = offer.member(worker)
-    try:
-        store = find_store(offer.trainer, member)
-    except RuntimeError as error:
-        raise OSError(
-            f"this server does not reach the group at {offer.trainer}:{member.port}; set rollout.weights_host to an "
-            f"address of the trainer that servers reach, and let them connect to all of its ports: {error}"
-        ) from error
+
+    def store() -> torch.distributed.TCPStore:
+        try:
+            return find_store(offer.trainer, member)
+        except RuntimeError as error:
+            raise OSError(
+                f"this server does not reach the group at {offer.trainer}:{member.port}; set rollout.weights_host to "
+                f"an address of the trainer that servers reach, and let them connect to all of its ports: {error}"
+            ) from error
+
     places = [(sender, member.in_group(sender)) for sender in sending_ranks(offer.splits)]
-    return join_groups(store, places, offer.here, device)
+    membership.meet(offer.name, member, places, store, host=offer.here, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,8 @@ class BroadcastMember:
         self.missed = 0
         """Broadcasts that ended early."""
         self._token = token
+        self._seat = ""
+        """`Offer.seat` of groups in which all workers still are; empty if there are none."""
         self._round: _Round | None = None
 
     async def run(self, engine: StagingEngine, address: Callable[[], str]) -> None:
@@ -112,7 +114,7 @@ class BroadcastMember:
         `address`: the newest announcement's URL of a broadcast; empty while there is none, and if this server must
         not be a member. Raises `EngineError`.
         """
-        self._round, self.busy = None, False
+        self._round, self.busy, self._seat = None, False, ""
         failures = 0
         try:
             # The system's certificates: httpx trusts certifi's alone, which lack a cluster's own authority.
@@ -154,7 +156,7 @@ class BroadcastMember:
 
     async def _receive(self, engine: StagingEngine, offer: Offer) -> None:
         current = self._round = _Round(offer.name, asyncio.get_running_loop().create_future())
-        state = ""
+        state, self._seat = "", ""
         try:
             if self.in_place:
                 assert isinstance(engine, InPlaceEngine)
@@ -162,6 +164,7 @@ class BroadcastMember:
             else:
                 state = await engine.stage_weights(offer)
             self.received += 1
+            self._seat = offer.seat
         except (WeightsUnreachable, WeightsRefused) as error:
             self.missed += 1
             logger.warning("%s; its file is taken", error)
@@ -208,7 +211,8 @@ class BroadcastMember:
     async def _park(self, http: httpx.AsyncClient, url: str, engine: StagingEngine) -> Offer | None:
         """Wait for the next broadcast. None if none began, or if this server takes files."""
         place = url.rpartition("/")[0]
-        body: dict[str, Any] = {"count": engine.weight_workers, "wire": ",".join(engine.weight_wires)}
+        wires = ",".join(engine.weight_wires)
+        body: dict[str, Any] = {"count": engine.weight_workers, "wire": wires, "seat": self._seat}
         async with asyncio.timeout(ANSWER_S):
             answer = await http.post(place, json=body, timeout=None)
         if answer.status_code == 409:

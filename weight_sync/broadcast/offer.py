@@ -73,12 +73,12 @@ class StreamTensor:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process's place in a version's group. Rank 0 there sends."""
+    """One process's place in a group. Rank 0 there sends."""
 
     port: int
     """Of the group's store, at the trainer."""
-    name: str
-    """Of the broadcast."""
+    group: str
+    """Named after the broadcast that it is formed for; of several, with the rank that sends."""
     rank: int
     size: int
     bucket_bytes: int
@@ -90,17 +90,24 @@ class Member:
         return timedelta(seconds=self.silence_s)
 
     def in_group(self, sender: int) -> Member:
-        """Return the same rank in the group of the trainer's rank `sender`; `self` names no group yet."""
-        return replace(self, name=f"{self.name}/{sender}", size=self.size + (sender > 0))
+        """Return the same rank in the group of the trainer's rank `sender`; `self` names all groups of the members."""
+        return replace(self, group=f"{self.group}/{sender}", size=self.size + (sender > 0))
+
+    def forms_for(self, broadcast: str) -> bool:
+        """Return True if the group is formed for `broadcast`, and not one that stands since an earlier one."""
+        return self.group.partition("/")[0] == broadcast
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One server's places in a version's group: a rank for each of its workers."""
+    """One server's places in a version's groups: a rank for each of its workers."""
 
     version: int
     port: int
     name: str
+    """Of the broadcast."""
+    group: str
+    """As `Member.group`: the name of the first broadcast of these members."""
     first_rank: int
     count: int
     """Ranks ``first_rank … first_rank + count − 1`` are this server's workers."""
@@ -128,7 +135,12 @@ class Offer:
     def member(self, worker: int) -> Member:
         """The rank of this server's worker of that number, 0 … `count` − 1, in no group yet."""
         rank = self.first_rank + worker
-        return Member(self.port, self.name, rank, self.size, self.bucket_bytes, self.silence_s, self.wire)
+        return Member(self.port, self.group, rank, self.size, self.bucket_bytes, self.silence_s, self.wire)
+
+    @property
+    def seat(self) -> str:
+        """Names this server's places in the groups: who has received all still has them."""
+        return seat_name(self.group, self.first_rank)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -148,6 +160,10 @@ class Offer:
             raise ValueError(f"the trainer's offer cannot be read: {error!r}") from error
         _check(offer)
         return offer
+
+
+def seat_name(group: str, first_rank: int) -> str:
+    return f"{group}/{first_rank}"
 
 
 def sending_ranks(splits: Iterable[tuple[int, ...]]) -> list[int]:

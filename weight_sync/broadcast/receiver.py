@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from penstock.weight_sync.broadcast.group import Membership
 from penstock.weight_sync.broadcast.in_place import ENDED_EARLY, JoinedBroadcast, as_tensor
 from penstock.weight_sync.broadcast.memory import SpareMemory, stream_header
 from penstock.weight_sync.broadcast.offer import Offer
@@ -41,6 +42,7 @@ class _StagedVersion(ABC, Generic[Content]):
         self._held: tuple[str, tuple[TensorEntry, ...], Content] | None = None
         """Name of the broadcast, its tensors, and their content."""
         self._lock = threading.Lock()
+        self._membership = Membership()
 
     def receive(self, offer: Offer, worker: int = 0, device: torch.device | None = None) -> str:
         """Takes part in the broadcast; returns the state of the tensors that came, `state_of` them. Blocks.
@@ -52,7 +54,7 @@ class _StagedVersion(ABC, Generic[Content]):
         with self._lock:
             self._held = None
         try:
-            with closing(JoinedBroadcast(offer, worker, device)) as joined:
+            with closing(JoinedBroadcast(offer, self._membership, worker, device)) as joined:
                 content = self._read(joined)
         except WeightsBroken as error:
             raise WeightsUnreachable(str(error)) from error

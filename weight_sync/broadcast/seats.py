@@ -1,4 +1,4 @@
-"""The trainer's event loop: servers that wait for the next broadcast, and their places in its group.
+"""The trainer's event loop: servers that wait for the next broadcast, and their places in its groups.
 
     server a  ── POST /broadcasts ───────────────┐ place ─ receives ─ POST /broadcasts … (waits for v8)
     server b  ── POST /broadcasts ───────┐ place │ receives
@@ -6,7 +6,8 @@
     trainer                     open(v7)─┴───────┴─ buckets ─ announce v7
 
 The members of v are the servers that wait when v begins: joining and leaving cost the others nothing, and no server
-is waited for.
+is waited for. While these are the same, with the places that they had (`Offer.seat`), the groups of the version before
+stand; otherwise new ones are formed.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.weight_sync.broadcast.group import Membership
 from penstock.weight_sync.broadcast.offer import (
     BUCKET_BYTES,
     GLOO,
@@ -29,6 +31,7 @@ from penstock.weight_sync.broadcast.offer import (
     Member,
     Offer,
     StreamTensor,
+    seat_name,
     sending_ranks,
 )
 
@@ -56,8 +59,10 @@ class Sending:
     member: Member
     """Rank 0's in its own group."""
     deadline_s: float
+    membership: Membership
+    """Rank 0's groups."""
     listener: socket.socket | None = None
-    """For the groups' store; None where no server waited."""
+    """For the store of groups that are to be formed."""
     senders: tuple[int, ...] = (0,)
     """The trainer's ranks that send."""
     closed: threading.Event = field(default_factory=threading.Event)
@@ -67,8 +72,25 @@ class Sending:
 class _ParkedServer:
     count: int
     wire: str
+    seat: str
+    """`Offer.seat` of the groups in which its workers are."""
     alive: Callable[[], bool]
     offer: asyncio.Future[Offer | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seating:
+    """Rank 0's place, and those of the servers, in groups that broadcasts use one after the other."""
+
+    member: Member
+    senders: tuple[int, ...]
+    first_ranks: Mapping[str, int]
+    """By seat."""
+
+    def fits(self, waiting: Sequence[_ParkedServer], wire: str, senders: tuple[int, ...]) -> bool:
+        """The same servers wait, each with its workers in the groups."""
+        seats = sorted(parked.seat for parked in waiting)
+        return seats == sorted(self.first_ranks) and (wire, senders) == (self.member.wire, self.senders)
 
 
 class Broadcaster:
@@ -91,6 +113,9 @@ class Broadcaster:
         self._numbers = itertools.count(1)
         self._parked: list[_ParkedServer] = []
         self._closed = threading.Event()
+        self.membership = Membership()
+        """Rank 0's groups; left by who closes this."""
+        self._seating: _Seating | None = None
         self._warned: set[str] = set()
 
     @property
@@ -99,11 +124,18 @@ class Broadcaster:
         return len(self._waiting())
 
     async def park(
-        self, count: int, wires: str, alive: Callable[[], bool] = lambda: True, wait_s: float = PARK_S
+        self,
+        count: int,
+        wires: str,
+        alive: Callable[[], bool] = lambda: True,
+        wait_s: float = PARK_S,
+        *,
+        seat: str = "",
     ) -> Offer | None:
         """The places of a server with `count` workers in the next broadcast; None where none begins in `wait_s`.
 
-        `wires`: what the server can receive over, its first choice first, with commas. Raises `OtherWire`, `ValueError`
+        `wires`: what the server can receive over, its first choice first, with commas. `seat`: `Offer.seat` of the
+        broadcast before, if its workers received all of it. Raises `OtherWire`, `ValueError`
         for a count that is none.
         """
         wire = next((one for one in wires.split(",") if one in self._wires), None)
@@ -116,7 +148,7 @@ class Broadcaster:
         self._warn_of_gloo(wires, wire)
         if not 1 <= count <= MOST_WORKERS:
             raise ValueError(f"count is {count}, not 1 to {MOST_WORKERS}")
-        parked = _ParkedServer(count, wire, alive, asyncio.get_running_loop().create_future())
+        parked = _ParkedServer(count, wire, seat, alive, asyncio.get_running_loop().create_future())
         self._parked.append(parked)
         try:
             async with asyncio.timeout(wait_s):
@@ -158,25 +190,47 @@ class Broadcaster:
             if parked.wire != wire:
                 parked.offer.set_result(None)
         name = f"{self._life}-{next(self._numbers)}"
-        size = 1 + sum(parked.count for parked in waiting)
         deadline_s = SEND_S + sum(tensor.nbytes for tensor in tensors) / SEND_BYTES_PER_S
-        listener = self._listen(size) if waiting else None
-        port = listener.getsockname()[1] if listener else 0
         sizes = [(tensor.nbytes,) for tensor in tensors] if sizes is None else sizes
         splits = {split: number for number, split in enumerate(dict.fromkeys(sizes))}
         split_of = tuple(splits[split] for split in sizes)
+        senders = tuple(sending_ranks(splits))
+        listener = None
+        if not (self.membership.stands and self._seating and self._seating.fits(waiting, wire, senders)):
+            listener = self._seat(name, waiting, wire, senders)
+        seating = self._seating
+        for parked in waiting:
+            offer = None
+            if seating is not None:
+                member = seating.member
+                offer = Offer(
+                    version, member.port, name, member.group, seating.first_ranks[parked.seat], parked.count,
+                    member.size, member.bucket_bytes, member.silence_s, deadline_s,
+                    tuple(tensors), tuple(splits), split_of, wire=wire,
+                )  # fmt: skip
+            parked.offer.set_result(offer)
+        place = seating.member if seating else Member(0, name, 0, 1, self.bucket_bytes, self._silence_s, wire)
+        servers = len(waiting) if seating else 0
+        return Sending(name, self._host, servers, place, deadline_s, self.membership, listener, senders, self._closed)
+
+    def _seat(
+        self, name: str, waiting: Sequence[_ParkedServer], wire: str, senders: tuple[int, ...]
+    ) -> socket.socket | None:
+        """Give them places in new groups, which are named after the broadcast `name`. Returns the listener of their
+        store; None, and no places, if nobody waits or the trainer cannot listen."""
+        size = 1 + sum(parked.count for parked in waiting)
+        self._seating, listener = None, self._listen(size) if waiting else None
+        if listener is None:
+            return None
+        member = Member(listener.getsockname()[1], name, 0, size, self.bucket_bytes, self._silence_s, wire)
+        first_ranks = dict[str, int]()
         rank = 1
         for parked in waiting:
-            offer = Offer(
-                version, port, name, rank, parked.count, size, self.bucket_bytes, self._silence_s, deadline_s,
-                tuple(tensors), tuple(splits), split_of, wire=wire,
-            )  # fmt: skip
+            parked.seat = seat_name(name, rank)
+            first_ranks[parked.seat] = rank
             rank += parked.count
-            parked.offer.set_result(offer if listener else None)
-        member = Member(port, name, 0, size, self.bucket_bytes, self._silence_s, wire)
-        servers = len(waiting) if listener else 0
-        senders = tuple(sending_ranks(splits))
-        return Sending(name, self._host, servers, member, deadline_s, listener, senders, self._closed)
+        self._seating = _Seating(member, senders, first_ranks)
+        return listener
 
     def close(self) -> None:
         """Rejects waiting servers and stops after the current bucket."""

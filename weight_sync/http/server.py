@@ -123,6 +123,7 @@ class FileServer:
                 int(body["count"]),
                 str(body["wire"]),
                 lambda: transport is not None and not transport.is_closing(),
+                seat=str(body.get("seat", "")),
             )
         except OtherWire as error:
             raise web.HTTPConflict(text=str(error)) from error

@@ -22,6 +22,7 @@ from penstock.weight_sync import (
     HubNames,
     JoinedBroadcast,
     Manifest,
+    Membership,
     Offer,
     StreamTensor,
     TensorEntry,
@@ -167,6 +168,7 @@ class InPlaceReceiver:
         self._whole: tuple[str, str] | None = None
         """(name of the broadcast, state of its tensors) of what the model holds and the trainer has not announced."""
         self._write_s = 0.0
+        self._membership = Membership()
 
     def receive(self, offer: Offer) -> str:
         """The state of what came. Blocks; decoding is paused afterwards.
@@ -177,7 +179,7 @@ class InPlaceReceiver:
         if self._batcher.stands_still:
             raise WeightsUnreachable(f"version {offer.version}: the engine waits for a file")
         targets = InPlaceTargets(self._model, offer.tensors, self._names(), offer.version)
-        with closing(JoinedBroadcast(offer)) as joined:
+        with closing(JoinedBroadcast(offer, self._membership)) as joined:
             self._batcher.halt()
             began = time.perf_counter()
             try:

@@ -21,6 +21,7 @@ import torch
 from penstock.rollout_server.engines.verify_loaded import Excerpts
 from penstock.weight_sync import (
     JoinedBroadcast,
+    Membership,
     Offer,
     WeightsBroken,
     WeightsUnreachable,
@@ -45,11 +46,12 @@ class InPlaceWorker:
     def __init__(self) -> None:
         self._joiner = ThreadPoolExecutor(1, thread_name_prefix="join")
         self._joining: Future[JoinedBroadcast] | None = None
+        self._membership = Membership()
 
     def join(self, offer: Offer, worker: int, device: torch.device, done: Callable[[str], None]) -> None:
         """Returns at once; `done` is called in a thread with why it could not, empty if it could."""
         self.leave()
-        self._joining = self._joiner.submit(_join, offer, worker, device, done)
+        self._joining = self._joiner.submit(_join, offer, worker, device, self._membership, done)
 
     def receive(self, reload: Callable[[NamedStream], None]) -> ReceivedInPlace:
         """`reload` replaces the parameters by the tensors of a stream, and leaves a sound model if that breaks off.
@@ -89,10 +91,12 @@ def _all_of(first: list[tuple[str, torch.Tensor]], others: NamedStream) -> Named
     yield from others
 
 
-def _join(offer: Offer, worker: int, device: torch.device, done: Callable[[str], None]) -> JoinedBroadcast:
+def _join(
+    offer: Offer, worker: int, device: torch.device, membership: Membership, done: Callable[[str], None]
+) -> JoinedBroadcast:
     problem = "this worker could not join the broadcast"
     try:
-        joined = JoinedBroadcast(offer, worker, device)
+        joined = JoinedBroadcast(offer, membership, worker, device)
         problem = ""
         return joined
     except WeightsUnreachable as error:

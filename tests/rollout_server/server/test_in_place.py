@@ -28,7 +28,7 @@ torch = pytest.importorskip("torch")
 
 from tests.rollout_server.conformance.losses import lose_the_trainer
 
-from penstock.weight_sync import Offer, WeightReader
+from penstock.weight_sync import Membership, Offer, WeightReader
 
 pytestmark = pytest.mark.torch
 CONFIG = small_config(engine="hf", weight_transport="broadcast", broadcast_receive="in_place")
@@ -45,7 +45,7 @@ class InPlaceFake(FakeEngine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments, token_s=TOKEN_S)
-        self.reader = WeightReader()
+        self.reader, self.membership = WeightReader(), Membership()
         self.held: dict[str, Any] = {}
         self.stands_still = False
         self.came = ("", "")
@@ -55,7 +55,7 @@ class InPlaceFake(FakeEngine):
 
     async def receive_weights(self, offer: Offer) -> str:
         try:
-            state = await asyncio.to_thread(receive_in_place, offer, self.held, self._halt)
+            state = await asyncio.to_thread(receive_in_place, offer, self.membership, self.held, self._halt)
         except WeightsUnreachable:
             self._go_on()
             raise

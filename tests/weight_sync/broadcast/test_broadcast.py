@@ -524,7 +524,7 @@ async def test_broadcast_that_breaks_off_drops_what_came_before_it(
     before = await trainer.publish(1, small_tensors(), members=1)
     assert await server.member.holds(before)
     await until(lambda: trainer.files.broadcaster.parked == 1)
-    trainer.files.begin_broadcast(2, trainer.source.tensors).listener.close()
+    trainer.files.begin_broadcast(2, trainer.source.tensors)
     await until(lambda: server.member.missed == 1)
     with pytest.raises(WeightsUnreachable, match="does not hold"):
         server.staged.take(before)

@@ -29,8 +29,9 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
 
 OFFER = {
-    "version": 1, "port": 1, "name": "a-1", "first_rank": 1, "count": 1, "size": 2, "bucket_bytes": 9, "silence_s": 1.0,
-    "deadline_s": 1.0, "tensors": [{"name": "w", "shape": [3], "dtype": "float32"}], "splits": [[12]], "split_of": [0],
+    "version": 1, "port": 1, "name": "a-1", "group": "a-1", "first_rank": 1, "count": 1, "size": 2, "bucket_bytes": 9,
+    "silence_s": 1.0, "deadline_s": 1.0, "tensors": [{"name": "w", "shape": [3], "dtype": "float32"}],
+    "splits": [[12]], "split_of": [0],
 }  # fmt: skip
 
 
@@ -131,7 +132,7 @@ async def test_member_of_another_wire_says_so_and_takes_files(
     watching = asyncio.create_task(watch())
     await run_member(answer, refused)
     await watching
-    assert asked == [{"count": 1, "wire": "gloo/2"}]
+    assert asked == [{"count": 1, "wire": "gloo/2", "seat": ""}]
     assert "no place" not in caplog.text
 
 

@@ -29,6 +29,7 @@ from tests.weight_sync.sender_ranks import IN_THE_MIDDLE
 from penstock.weight_sync import (
     Broadcaster,
     JoinedBroadcast,
+    Membership,
     Offer,
     StagedWeights,
     StreamedVersion,
@@ -149,7 +150,7 @@ def in_place_until(lost: int, bucket: int) -> Callable[[Any, int], int]:
 
     def receive(offer: Any, worker: int) -> int:
         came = 0
-        with closing(JoinedBroadcast(offer, worker)) as joined:
+        with closing(JoinedBroadcast(offer, Membership(), worker)) as joined:
             for number, piece in enumerate(joined.buckets()):
                 if (offer.first_rank, worker, number) == (1, lost, bucket):
                     return came
@@ -255,7 +256,7 @@ def test_groups_are_left_at_once() -> None:
 def test_deadline_holds_within_a_bucket_of_many_messages(ranks: Ranks) -> None:
     broadcast = Broadcast(ranks, SIZES["even"], staged, bucket_bytes=64)
     members, group = Members(broadcast.sending, broadcast.source.wire), Mock()
-    members._groups, members._give_up_at = {0: group}, math.inf
+    broadcast.sending.membership.groups, members._give_up_at = {0: group}, math.inf
 
     def pass_deadline() -> None:
         members._give_up_at = -math.inf

@@ -101,7 +101,7 @@ async def test_a_server_that_ends_meanwhile_is_an_error(tmp_path: Path) -> None:
         await swap
 
 
-OFFER = Offer(4, 1, "life-1", 1, 1, 2, 1, 1.0, 1.0, (), (), ())
+OFFER = Offer(4, 1, "life-1", "life-1", 1, 1, 2, 1, 1.0, 1.0, (), (), ())
 
 
 async def received(server: VLLM) -> None:
