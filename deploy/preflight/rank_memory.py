@@ -50,6 +50,8 @@ ON_DEVICE = 1
 """Layers whose activations are on the device at a time where the others' are not."""
 TILE_LOGITS, TILE_COLUMNS = 1 << 25, 4096
 """Logits that exist at a time, as in `penstock.trainer.logprobs` on a GPU."""
+MOMENTS_PART = 1 << 30
+"""`PART_BYTES` of `penstock.trainer.engines.fsdp.host_states`."""
 CUDA_CONTEXT = 1 << 29
 """About what torch's kernels and the driver take of a device."""
 NCCL_BUFFERS = 3 << 28
@@ -88,6 +90,15 @@ def device_parts(rank: Mapping[str, float], trainer: TrainerConfig) -> dict[str,
     until it is whole."""
     on_host = {True: {"weights", "moments"}, "optimizer": {"moments"}, False: set()}[trainer.offload]
     return {part: size for part, size in rank.items() if part not in on_host}
+
+
+def turn_parts(rank: Mapping[str, float], trainer: TrainerConfig) -> dict[str, float]:
+    """Return the states of `rank` that are on its device when it updates. Under trainer.offload=optimizer moments come
+    in parts."""
+    on_device = device_parts(rank, trainer)
+    if trainer.offload == "optimizer":
+        on_device["moments"] = min(rank["moments"], MOMENTS_PART)
+    return on_device
 
 
 def learning_parameters(shape: ModelShape, trainer: TrainerConfig) -> int:

@@ -3,6 +3,7 @@ the other one sleeps.
 
     engines' turn    =  servers: weights + KV cache        trainer: nothing but what its process needs anyway
     trainer's turn   =  ranks: weights + gradients + moments, on a GPU activations too     engines: nothing
+                        without what trainer.offload keeps in host memory
 
 Each must be within the budget by itself. On GPUs the budget is the device, and `memory_checks` has the sum.
 """
@@ -16,7 +17,7 @@ from penstock.deploy.preflight.check import Check, human
 from penstock.deploy.preflight.machine import trainer_nodes
 from penstock.deploy.preflight.memory import cached_tokens, server_bytes
 from penstock.deploy.preflight.model_shape import find_shape
-from penstock.deploy.preflight.rank_memory import rank_bytes, states_bytes
+from penstock.deploy.preflight.rank_memory import rank_bytes, states_bytes, turn_parts
 from penstock.deploy.run.plan import NODES_VARIABLE, gpus_of_server, has_gpu, lent_servers
 
 
@@ -99,11 +100,11 @@ def turn_bytes(config: RunConfig) -> dict[str, float] | None:
     shape, _ = find_shape(config)
     if shape is None:
         return None
-    placement, rollout = config.placement, config.rollout
+    placement, rollout, rank = config.placement, config.rollout, rank_bytes(shape, config, on_gpu=has_gpu())
     servers = rollout.servers + rollout.evaluation_server if placement.colocated else lent_servers(config)
     return {
         "engines": servers * sum(server_bytes(shape, config, cached_tokens(config)).values()),
-        "trainer": config.trainer.ranks * states_bytes(rank_bytes(shape, config, on_gpu=has_gpu())),
+        "trainer": config.trainer.ranks * states_bytes(turn_parts(rank, config.trainer)),
     }
 
 

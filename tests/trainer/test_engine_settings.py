@@ -21,7 +21,7 @@ from benchmarks.support.meter import peak_bytes
 from penstock.common import cores
 from penstock.trainer import CORES_VARIABLE, Ranks, TrainerConfig
 from penstock.trainer.engine import Flops, Update, peak_tflops, update_speed
-from penstock.trainer.engines.fsdp import FSDPEngine, load_policy, sharded
+from penstock.trainer.engines.fsdp import FSDPEngine, host_states, load_policy, sharded
 from penstock.trainer.engines.fsdp import engine as engine_module
 from penstock.trainer.engines.fsdp.host_states import on_this_rank
 from penstock.trainer.engines.megatron import engine as megatron_engine
@@ -108,6 +108,29 @@ def test_packs_add_up_on_the_device_under_offload(tiny_model: str, ranks: Ranks)
     for on in (True, "optimizer"):
         for name, tensor in engines[on].weights(torch.float32):
             torch.testing.assert_close(tensor, expected[name], atol=0, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("offload", [False, "optimizer"])
+@pytest.mark.parametrize("part_bytes", [4096, 1 << 30])
+def test_a_turn_is_counted_as_its_tensors_lie(
+    tiny_model: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, offload: Any, part_bytes: int
+) -> None:
+    """The most is on the device in the middle of a step: then, without offload, all of it."""
+    monkeypatch.setattr(host_states, "PART_BYTES", part_bytes)
+    on_device, step = list[int](), torch.optim.AdamW.step
+
+    def step_and_count(self: Any, closure: Any = None) -> None:
+        step(self, closure)
+        parameters = list(engine.policy.parameters())
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        moments = [one for key in self.param_groups[0]["params"] for one in self.state[key].values()]
+        on_device.append(sum(on_this_rank(one).nbytes for one in (*parameters, *gradients, *moments)))
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step_and_count)
+    config = TrainerConfig(dtype="float32", offload=offload)
+    engine, pack = FSDPEngine(tiny_model, config, ranks), one_pack(60, vocab=64)
+    engine.update([pack], lambda pack, outputs: -outputs.logprobs.sum(), 52.0, 0)
+    assert engine.turn_bytes == max(on_device)
 
 
 @pytest.mark.parametrize("offload", [True, "optimizer"])

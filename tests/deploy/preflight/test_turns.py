@@ -106,6 +106,27 @@ def test_the_sums_are_of_weights_cache_and_states() -> None:
     assert twice["trainer"] == pytest.approx(sides["trainer"], rel=0.01)
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("offload", ["false", "optimizer"])
+def test_a_trainer_claims_what_was_counted(offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under offload one part of the moments at a time; a parameter's are in one part."""
+    host_states = pytest.importorskip("penstock.trainer.engines.fsdp.host_states")
+    from penstock.trainer import Ranks
+    from penstock.trainer.engines.fsdp import FSDPEngine
+
+    monkeypatch.setattr(host_states, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr("penstock.deploy.preflight.rank_memory.MOMENTS_PART", 1 << 20)
+    config = configured(f"trainer.offload={offload}")
+    sides, ranks = turn_bytes(config), Ranks.open(timeout_s=30)
+    try:
+        engine = FSDPEngine(config.model, config.trainer, ranks)
+    finally:
+        ranks.close()
+    assert sides is not None
+    largest = max(2 * one.nbytes for one in engine.policy.parameters())
+    assert sides["trainer"] == pytest.approx(engine.turn_bytes, abs=largest + 4096)
+
+
 # one GPU ------------------------------------------------------------------------------------------------------------
 GPU = Gpus(1, 80 << 30)
 SMALL = {

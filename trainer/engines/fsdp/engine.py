@@ -188,9 +188,10 @@ class FSDPEngine:
 
     @property
     def turn_bytes(self) -> int:
-        """See `SharingEngine`: weights, and of what learns gradients and moments."""
-        weights = sum(local_part(one)[0].nbytes for module in self._modules for one in module.module.parameters())
-        needed = weights + self.state_bytes
+        """See `SharingEngine`: weights, and of what learns gradients and moments, without those in host memory."""
+        weights = [local_part(one)[0] for module in self._modules for one in module.module.parameters()]
+        needed = sum(one.nbytes for one in weights if one.device.type == self._ranks.device.type)
+        needed += sum(one.step_bytes for one in (self._actor, self.critic) if one)
         return max(needed, torch.cuda.max_memory_reserved()) if self._ranks.device.type == "cuda" else needed
 
     @property

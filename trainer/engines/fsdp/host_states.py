@@ -104,6 +104,11 @@ class HostAdamW(torch.optim.AdamW):
         finally:
             group["params"] = parameters
 
+    @property
+    def part_bytes(self) -> int:
+        """Return the bytes of the largest part's moments, which are on the parameters' device in a step."""
+        return max(map(moments_bytes, _parts(self.param_groups[0]["params"])))
+
     def _move_to_host(self, part: list[Tensor], hosts: Mapping[Tensor, dict[str, Tensor]]) -> None:
         """`hosts`: places of the states from the step before."""
         places: dict[Tensor, dict[str, Tensor]] = {one: self.state[one] for one in part if one in self.state}
@@ -131,11 +136,16 @@ def _parts(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     nbytes = 0
     for parameter in parameters:
         part.append(parameter)
-        nbytes += 2 * on_this_rank(parameter).nbytes
+        nbytes += moments_bytes([parameter])
         if nbytes >= PART_BYTES:
             yield part
             part, nbytes = [], 0
     yield part
+
+
+def moments_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return the bytes of AdamW's two moments of each, and of its number of steps."""
+    return sum(2 * on_this_rank(one).nbytes + 4 for one in parameters)
 
 
 def on_host(tensors: list[Tensor]) -> list[Tensor]:

@@ -48,7 +48,7 @@ from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.activation_offload import offload_activations
 from penstock.trainer.engines.fsdp.context import ContextGroup
-from penstock.trainer.engines.fsdp.host_states import HostAdamW
+from penstock.trainer.engines.fsdp.host_states import HostAdamW, moments_bytes, on_this_rank
 from penstock.trainer.engines.fsdp.shell import ModelShell, local_part
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
 from penstock.trainer.job import BadJob
@@ -123,6 +123,16 @@ class TrainableModule(ShardedModule):
             return
         for state in self.optimizer.state.values():
             yield from (one for one in state.values() if isinstance(one, Tensor))
+
+    @property
+    def step_bytes(self) -> int:
+        """Return the bytes of gradients and moments that are on the device at a time."""
+        (group,) = self.optimizer.param_groups
+        gradients = sum(on_this_rank(one).nbytes for one in group["params"])
+        if isinstance(self.optimizer, HostAdamW):
+            return gradients + self.optimizer.part_bytes
+        on_device = on_this_rank(group["params"][0]).device.type == self._ranks.device.type
+        return gradients + on_device * moments_bytes(group["params"])
 
     def restore(self, weights: dict[str, Any], moments: dict[str, Any], *, strict: bool = True) -> None:
         """Load the result of `get_state_dict` of such a module. `strict`: `weights` must have all of its weights."""
