@@ -24,7 +24,8 @@ and the largest moment of a backward, N = (P − O)/L:
                           with activation_offload L is 1, and what all layers saved is in host memory
 
 On one shard all weights are copied in the forward: b·P. Under megatron nothing is gathered, and gradients are added up
-where they are reduced; between backwards a checkpoint gathers one state of the rank's parameters at a time, in float32.
+where they are reduced; between backwards a checkpoint gathers one parameter's state at a time, in float32, of all
+tensor ranks, and once more while it is merged: at most 2·4·O.
 
 What a layer saves is that of a pre-norm block with norms of queries and keys, a gated MLP and fused attention (after
 Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198, section 4,
@@ -181,7 +182,7 @@ def _moments(shape: ModelShape, trainer: TrainerConfig, tokens: float) -> Iterat
             ACTIVATIONS: tokens * (waiting + again + inside),
         }
     if trainer.engine == "megatron":  # a save
-        yield {GATHERED: MASTER * _local_parameters(shape, trainer), REDUCED: 0, ACTIVATIONS: 0}
+        yield {GATHERED: 2 * MASTER * shape.outer, REDUCED: 0, ACTIVATIONS: 0}
     shards = trainer.ranks / trainer.parallel.replicate / tensor
     yield {GATHERED: 0, REDUCED: (MASTER + max(width, MASTER / shards)) * learning.outer, ACTIVATIONS: 0}
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,42 +99,84 @@ class ModelBridge:
             shutil.copyfile(generation, folder / generation.name)
 
     @torch.no_grad()
-    def load(self, models: list[nn.Module], folder: Path) -> None:
-        """Weights from a Hugging Face folder with safetensors, a tensor at a time. A collective."""
-        self._bridge.load_weights(models, str(folder), memory_efficient=True)
+    def load(
+        self, models: list[nn.Module], folder: Path, take: Callable[[nn.Parameter, Tensor], None] | None = None
+    ) -> None:
+        """Weights from a Hugging Face folder with safetensors, a tensor at a time. A collective.
+
+        `take` gets each parameter's, in float32, in place of the parameter.
+        """
+        for model in models:
+            with _received_by(take, model) if take else nullcontext():
+                self._bridge.load_weights([model], str(folder), memory_efficient=True)
 
     @torch.no_grad()
-    def export(self, models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    def export(
+        self, models: list[nn.Module], value_of: Callable[[nn.Parameter], Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) on all ranks, in the same order. A collective for every tensor.
 
-        A tied embedding comes once: with several stages the last one has a copy of it.
+        `value_of`: what is converted in place of a parameter, of its shape; asked when it is the parameter's turn, so
+        that one is there at a time. A tied embedding comes once: with several stages the last one has a copy of it.
         """
         seen: set[str] = set()
-        for name, tensor in self._bridge.export_weights(models):
-            if name not in seen:
-                seen.add(name)
-                yield name, tensor
+        with _sent_instead(value_of) if value_of else nullcontext():
+            for name, tensor in self._bridge.export_weights(models):
+                if name not in seen:
+                    seen.add(name)
+                    yield name, tensor
 
 
 @contextmanager
-def standing_in(models: list[nn.Module], values: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
-    """The models have other tensors for parameters meanwhile, of the same shapes: what converts weights converts these.
+def _sent_instead(value_of: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
+    """mbridge's stages send each other other values than their parameters. A parameter keeps its data: that of another
+    dtype would make torch forget the hooks by which megatron collects gradients."""
+    from mbridge.core import bridge
 
-    The parameters themselves stay untouched. Data of another dtype would make torch forget the hooks by which megatron
-    collects their gradients.
-    """
-    stand_ins = {parameter: _stand_in(parameter, value) for parameter, value in values.items()}
-    modules = [module for model in models for module in model.modules()]
-    places = [(module._parameters, name) for module in modules for name in module._parameters]
-    replaced = [(owner, name, owner[name]) for owner, name in places if owner[name] in stand_ins]
+    send = bridge.broadcast_from_megatron_pp
+
+    def send_value(tensor: Tensor | None) -> Tensor:
+        value = _stand_in(tensor, value_of(tensor)) if isinstance(tensor, nn.Parameter) else tensor
+        sent: Tensor = send(value)
+        return sent
+
+    bridge.broadcast_from_megatron_pp = send_value
     try:
-        for owner, name, parameter in replaced:
-            assert parameter is not None
-            owner[name] = stand_ins[parameter]
         yield
     finally:
-        for owner, name, parameter in replaced:
-            owner[name] = parameter
+        bridge.broadcast_from_megatron_pp = send
+
+
+@contextmanager
+def _received_by(take: Callable[[nn.Parameter, Tensor], None], model: Any) -> Iterator[None]:
+    """What mbridge copies into an entry of the model's state goes to `take`."""
+    targets = {
+        name: _Target.of(parameter, take)
+        for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False)
+    }
+    buffers = {name: one for name, one in model.state_dict().items() if name not in targets}
+    model.state_dict = lambda: {**buffers, **targets}
+    try:
+        yield
+    finally:
+        del model.state_dict
+
+
+class _Target(Tensor):
+    """A tensor of a parameter's shape, in float32 and without its memory."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    receive: Callable[[Tensor], None]
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, take: Callable[[nn.Parameter, Tensor], None]) -> _Target:
+        target = torch.empty((), dtype=torch.float32, device=parameter.device).expand(parameter.shape).as_subclass(cls)
+        target.receive = partial(take, parameter)
+        return target
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> _Target:
+        self.receive(source)
+        return self
 
 
 def unwrapped(model: Any) -> Any:

@@ -10,7 +10,7 @@ ranges are put together, so that what converts weights converts the state too. R
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,30 +72,38 @@ MASTER = "param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@torch.no_grad()
-def whole_states(optimizer: Any, parameters: Iterable[nn.Parameter], key: str) -> dict[nn.Parameter, Tensor]:
-    """`key` (MASTER or one of MOMENTS) of each parameter, float32, its shape. A collective of data-parallel ranks."""
-    owners = _owners(optimizer)
-    states = {}
-    for parameter in parameters:
+class WholeStates:
+    """`key` (MASTER or one of MOMENTS) of an optimizer's parameters, one at a time: float32, of a parameter's shape."""
+
+    def __init__(self, optimizer: Any, key: str) -> None:
+        self._key = key
+        self._owners = {parameter: part for part in _parts(optimizer) for parameter in part.model_param_gbuf_map}
+
+    @torch.no_grad()
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        """A collective of data-parallel ranks."""
         value = torch.zeros_like(parameter, dtype=torch.float32)
-        if parameter in owners:
-            own = owners[parameter]._get_main_param_and_optimizer_states(parameter)[key]
-            value.view(-1)[_range(owners[parameter], parameter)] = own
+        if parameter in self._owners:
+            value.view(-1)[self._range(parameter)] = self._own(parameter)
         # Every element is one rank's; the others add 0.
         dist.all_reduce(value, group=_data_group(parameter))
-        states[parameter] = value
-    return states
+        return value
 
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Each rank takes its range. No collective."""
+        if parameter in self._owners:
+            self._own(parameter).copy_(value.view(-1)[self._range(parameter)])
+        if self._key == MASTER:
+            parameter.data.copy_(value)
 
-@torch.no_grad()
-def set_states(optimizer: Any, values: Mapping[nn.Parameter, Tensor], key: str) -> None:
-    """Each rank takes its range of each value. No collective."""
-    owners = _owners(optimizer)
-    for parameter, value in values.items():
-        if parameter in owners:
-            own = owners[parameter]._get_main_param_and_optimizer_states(parameter)[key]
-            own.copy_(value.view(-1)[_range(owners[parameter], parameter)])
+    def _own(self, parameter: nn.Parameter) -> Tensor:
+        own: Tensor = self._owners[parameter]._get_main_param_and_optimizer_states(parameter)[self._key]
+        return own
+
+    def _range(self, parameter: nn.Parameter) -> slice:
+        span = self._owners[parameter]._get_model_param_range_map(parameter)["param"]
+        return slice(span.start, span.end)
 
 
 @torch.no_grad()
@@ -116,15 +124,6 @@ def _parts(optimizer: Any) -> list[Any]:
     """Experts have a distributed optimizer of their own. A rank without parameters of a kind has a stub."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not part.is_stub_optimizer]
-
-
-def _owners(optimizer: Any) -> dict[nn.Parameter, Any]:
-    return {parameter: part for part in _parts(optimizer) for parameter in part.model_param_gbuf_map}
-
-
-def _range(owner: Any, parameter: nn.Parameter) -> slice:
-    span = owner._get_model_param_range_map(parameter)["param"]
-    return slice(span.start, span.end)
 
 
 def _data_group(parameter: nn.Parameter) -> dist.ProcessGroup:

@@ -26,15 +26,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from penstock.trainer.engines.megatron.bridge import ModelBridge, standing_in
-from penstock.trainer.engines.megatron.optimizer import (
-    MASTER,
-    MOMENTS,
-    Optimizer,
-    make_moments,
-    set_states,
-    whole_states,
-)
+from penstock.trainer.engines.megatron.bridge import ModelBridge
+from penstock.trainer.engines.megatron.optimizer import MASTER, MOMENTS, Optimizer, WholeStates, make_moments
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.state.checkpoint import Fingerprint, leave_fingerprints
 from penstock.trainer.state.hashed_files import save_hashed
@@ -85,7 +78,8 @@ class State:
         if self._optimizer.updates:
             make_moments(self._optimizer.megatron, self._optimizer.updates)
         for key in self._keys():
-            self._load(key, checkpoint / FOLDERS[key])
+            states = WholeStates(self._optimizer.megatron, key)
+            self._bridge.load(self._models, checkpoint / FOLDERS[key], states.write)
         if self._ranks.rank < written_by:
             torch.set_rng_state(load_file(checkpoint / f"rng_{self._ranks.rank:02d}.safetensors")["cpu"])
         self._optimizer.clear()
@@ -94,15 +88,9 @@ class State:
     def _keys(self) -> Sequence[str]:
         return (MASTER, *MOMENTS) if self._optimizer.updates else (MASTER,)
 
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return [parameter for model in self._models for parameter in model.parameters()]
-
     def export(self, key: str = MASTER) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full float32 tensor) of the masters or a moment, on all ranks. To be read to its end."""
-        values = whole_states(self._optimizer.megatron, self._parameters, key)
-        with standing_in(self._models, values):
-            yield from self._bridge.export(self._models)
+        yield from self._bridge.export(self._models, WholeStates(self._optimizer.megatron, key).read)
 
     def _share(self, key: str) -> StateShare:
         share = StateShare()
@@ -112,15 +100,6 @@ class State:
             if writer == self._ranks.rank:
                 share.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
         return share
-
-    def _load(self, key: str, folder: Path) -> None:
-        values = {one: torch.empty_like(one, dtype=torch.float32) for one in self._parameters}
-        with standing_in(self._models, values):
-            self._bridge.load(self._models, folder)
-        set_states(self._optimizer.megatron, values, key)
-        if key == MASTER:
-            for parameter, value in values.items():
-                parameter.data.copy_(value)
 
     def _write(self, path: Path, shares: dict[str, StateShare], about: dict[str, Any], random: Tensor) -> None:
         problem: Exception | None = None

@@ -12,11 +12,13 @@ import json
 import os
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -34,11 +36,13 @@ from replayed_rows import DIVISOR, SETTINGS, by_row, packs_of, told_rows, weight
 from safetensors.torch import save_file
 from trainer_support import make_job, make_trajectory
 
+from benchmarks.support.meter import Meter
 from penstock.common import die_with_parent
 from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_batch, train
 from penstock.trainer.batch import share_of
 from penstock.trainer.engines.fsdp.saved_model import save_tensors
 from penstock.trainer.engines.megatron.engine import MegatronEngine
+from penstock.trainer.engines.megatron.optimizer import MASTER, WholeStates
 from penstock.trainer.metrics import router_metrics
 from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.transfer_queue import Batch, DataCursor
@@ -110,11 +114,32 @@ def next_step(folder: Path, model: str, settings: dict[str, Any]) -> None:
         found = CheckpointStore(folder.parent / "checkpoints", keep=2).newest()
         assert found is not None
         engine.load(found.path, found.ranks)
+        write_held_bytes(folder / f"held_{ranks.rank}.json", engine, found.path / "weights")
         keep(folder / "saved.safetensors", engine, ranks)
         train_one(engine, ranks, FIRST_STEPS)
         keep(folder / "trained.safetensors", engine, ranks)
 
     with_engine(model, settings, step)
+
+
+def write_held_bytes(path: Path, engine: MegatronEngine, weights: Path) -> None:
+    """The most bytes that a save and a load of one state take at a time, and those of the rank's parameters.
+
+    gloo's threads free what they moved, which the meter does not see: what is loaded is counted where it arrives.
+    """
+    state, values, loaded = engine._state, WeakSet[torch.Tensor](), list[int]()
+    states = WholeStates(state._optimizer.megatron, MASTER)
+
+    def write(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        values.add(value)
+        loaded.append(sum(one.nbytes for one in values))
+        states.write(parameter, value)
+
+    with Meter(memory=True, device=torch.device("cpu")) as meter:
+        deque(state.export(), 0)
+    state._bridge.load(state._models, weights, write)
+    whole = sum(4 * one.numel() for model in state._models for one in model.parameters())
+    path.write_text(json.dumps({"all": whole, "save": meter.peak_bytes, "load": max(loaded)}))
 
 
 def bad_step(folder: Path, model: str, settings: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ All in one program, which forks four ranks and then two, each through many cases
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,12 @@ def test_a_checkpoint_goes_on_in_its_own_layout_to_the_bit_and_in_another_one(dt
     # bfloat16: a step is smaller than the last digit of most weights, and rounding differs between layouts
     atol = 2e-6 if dtype == "float32" else 1e-2
     assert_same_weights(straight / "trained.safetensors", other / "trained.safetensors", atol)
+
+
+def test_a_checkpoint_is_written_and_read_one_parameter_at_a_time(found: Path) -> None:
+    for file in (found / "float32/next_step dp2").glob("held_*.json"):
+        held = json.loads(file.read_text())
+        assert max(held["save"], held["load"]) < held["all"] / 2
 
 
 def test_a_loss_that_is_no_number_leaves_no_trace_on_any_rank(found: Path) -> None:
