@@ -93,8 +93,8 @@ def _unrouted_because(model: PreTrainedModel, rows: RowPlan) -> str:
 def _head_of(model: PreTrainedModel, rows: RowPlan) -> Head | None:
     """Return the model's way to logits, by trying what its settings suggest."""
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        return None
+    if not isinstance(head, nn.Linear) or {name for name, _ in head.named_parameters()} - {"weight", "bias"}:
+        return None  # a scale that is learnt (Dory) is 1 in a small copy
     probe, body = TrialRows(model, (FIRST_ROW,)), body_of(model)
     hidden = run_rows(lambda inputs: body(**inputs).last_hidden_state, probe.part(), rows)
     settings = _head_settings(model)

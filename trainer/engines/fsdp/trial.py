@@ -96,7 +96,13 @@ def try_copy(model: str, ranks: Ranks) -> Trial:
         return Trial(skipped=f"no small copy of it can be made: {first_sentence(error)}", copied=True)
     folder = tempfile.mkdtemp()
     try:
-        copy.save_pretrained(folder)
+        try:
+            copy.save_pretrained(folder)
+            AutoConfig.from_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the copy's settings may contradict each other
+            return Trial(skipped=f"its small copy cannot be saved and loaded: {first_sentence(error)}", copied=True)
         return Trial(copied=True, unpacked_because=_update_once(folder, ranks))
     except BadJob as error:
         raise BadJob(str(error).replace(folder, model)) from error

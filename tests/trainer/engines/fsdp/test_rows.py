@@ -89,6 +89,13 @@ def test_an_engine_that_fails_on_a_small_copy_refuses_the_model(
         try_copy(BY_KIND["Zamba2"].save(tmp_path), ranks)
 
 
+def test_a_head_with_parameters_of_its_own_is_called_whole(tmp_path: Path) -> None:
+    """Dory learns the scale of its logits, which is 1 in a new model."""
+    policy = load_policy(Family("Dory", "Dory").save(tmp_path), 1.0)
+    assert policy.head is None
+    assert max(gaps(policy, str(tmp_path))) <= SAME
+
+
 @pytest.mark.parametrize("window", [16, 4096])
 def test_what_a_model_decides_from_the_whole_call_is_decided_for_each_row(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, window: int
