@@ -67,7 +67,7 @@ def test_each_gpu_recipe_fits_the_gpu_in_its_header(recipe: Any, checked: dict[s
 
 def test_recipes_for_cpus_are_left_out(checked: dict[str, RecipeMemory]) -> None:
     on_gpus = {one.file for one in ON_GPUS}
-    assert checked.keys() == {one.file for one in shipped_recipes()}
+    assert checked.keys() == {one.file for one in shipped_recipes() if one.file.endswith(".yaml")}
     assert {name for name, one in checked.items() if one.check.skipped} == checked.keys() - on_gpus
 
 
