@@ -162,5 +162,5 @@ def test_tensor_of_several_parameters_is_refused() -> None:
     """Not called a lack of the files, which are whole."""
     with torch.device("meta"):
         model = HrmTextForCausalLM(HrmTextConfig(**SHAPE))
-    with pytest.raises(UnmappedTensors, match=r"gate_up_proj\.weight of its files is several parameters .*up_proj"):
+    with pytest.raises(UnmappedTensors, match=r"gqkv_proj\.weight of its files is several parameters .*q_proj"):
         HubNames.of(model)
