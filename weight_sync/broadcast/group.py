@@ -70,7 +70,7 @@ class BroadcastGroup(ABC):
         come, all_there = self._met
         if self._store.add(come, 1) == self._member.size:
             self._store.set(all_there, "1")
-            for key in before:  # nobody waits for it any more: all are here
+            for key in before:  # all members are here: no process waits for it
                 self._store.delete_key(key)
         self._store.wait([all_there], self._member.silence)
 
@@ -137,14 +137,16 @@ class Membership:
             self.leave()
         if (forms := not self.groups) and not member.forms_for(broadcast):
             raise RuntimeError(f"this member has left the groups of broadcast {member.group}")
-        made, stream = store() if forms else None, None
+        created, stream = store() if forms else None, None
         try:
             for sender, place in places:
                 if stream is None and forms and member.wire != GLOO:
                     stream = NcclStream(device or torch.device("cuda" if torch.cuda.is_available() else "cpu", 0))
                 try:
-                    if made is not None:
-                        self.groups[sender] = NcclGroup(made, place, stream) if stream else GlooGroup(made, place, host)
+                    if created is not None:
+                        self.groups[sender] = (
+                            NcclGroup(created, place, stream) if stream else GlooGroup(created, place, host)
+                        )
                     else:
                         self.groups[sender].meet(broadcast)
                 except RuntimeError as error:

@@ -217,7 +217,7 @@ class Broadcaster:
         self, name: str, waiting: Sequence[_ParkedServer], wire: str, senders: tuple[int, ...]
     ) -> socket.socket | None:
         """Give them places in new groups, which are named after the broadcast `name`. Returns the listener of their
-        store; None, and no places, if nobody waits or the trainer cannot listen."""
+        store; None, and no places, if no server waits or the trainer cannot listen."""
         size = 1 + sum(parked.count for parked in waiting)
         self._seating, listener = None, self._listen(size) if waiting else None
         if listener is None:

@@ -149,7 +149,7 @@ def _sent_instead(value_of: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _received_by(take: Callable[[nn.Parameter, Tensor], None], model: Any) -> Iterator[None]:
-    """What mbridge copies into an entry of the model's state goes to `take`."""
+    """Hand to `take` each tensor that mbridge copies into an entry of the model's state."""
     targets = {
         name: _Target.of(parameter, take)
         for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False)
