@@ -21,8 +21,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from penstock.weight_sync.broadcast.group import Membership
 from penstock.weight_sync.broadcast.offer import (
     BUCKET_BYTES,
     GLOO,
@@ -34,6 +34,9 @@ from penstock.weight_sync.broadcast.offer import (
     seat_name,
     sending_ranks,
 )
+
+if TYPE_CHECKING:
+    from penstock.weight_sync.broadcast.group import Membership
 
 logger = logging.getLogger(__name__)
 PARK_S = 20.0
@@ -105,6 +108,8 @@ class Broadcaster:
         silence_s: float = SILENCE_S,
     ) -> None:
         """`wires`: those that this trainer can send over."""
+        from penstock.weight_sync.broadcast.group import Membership  # imports torch, which servers do without
+
         self.bucket_bytes = bucket_bytes
         self._wires = frozenset(wires)
         self._host, self._silence_s = host, silence_s

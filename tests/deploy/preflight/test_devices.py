@@ -153,7 +153,7 @@ def test_a_model_that_megatron_cannot_split_so_is_refused_at_start(model: str, p
     found = check_training_engine(load_config(RECIPE, words))
     assert found is not None
     assert not found.ok
-    assert said in found.fix
+    assert said in found.found
 
 
 def test_an_engine_built_for_gpus_is_refused_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
