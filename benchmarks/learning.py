@@ -12,8 +12,8 @@ of the runs that are there; a ratio whose runs are not is null. All else about t
 
 Environment: PENSTOCK_BENCH_RECIPE (recipes/calculator.yaml), PENSTOCK_BENCH_PICTURE (a file, .svg or .png: rewards
 against steps, tokens and seconds), PENSTOCK_BENCH_FOLDER (runs/learning), PENSTOCK_BENCH_STALENESS (0,1,2,4,8),
-PENSTOCK_BENCH_CORRECTIONS (truncated_is,none), PENSTOCK_BENCH_SEEDS (0,1,2), PENSTOCK_BENCH_MAX_RUNS (all; so many in
-this call), PENSTOCK_BENCH_STEPS (50), PENSTOCK_BENCH_GROUPS and PENSTOCK_BENCH_GROUP_SIZE (8 each),
+PENSTOCK_BENCH_CORRECTIONS (truncated_is,none), PENSTOCK_BENCH_SEEDS (0,1,2), PENSTOCK_BENCH_MAX_RUNS (all; the most new
+runs of this call), PENSTOCK_BENCH_STEPS (50), PENSTOCK_BENCH_GROUPS and PENSTOCK_BENCH_GROUP_SIZE (8 each),
 PENSTOCK_BENCH_TOOL_MEDIAN_S (0.5), PENSTOCK_BENCH_TOOL_SIGMA (1.0), PENSTOCK_BENCH_TOOL_LONGEST_S (30 medians),
 PENSTOCK_BENCH_WORKER_CONCURRENCY (agent.concurrency; default: all that admission lets in), PENSTOCK_BENCH_ENGINE (hf),
 PENSTOCK_BENCH_RUN_TIMEOUT_S (3600).

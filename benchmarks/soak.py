@@ -137,7 +137,7 @@ class Soak:
             self._run.start(steps=NEVER, resume=True)
 
     def lose_a_server(self) -> None:
-        """One of two servers is killed until it failed for good; the run goes on."""
+        """Kill one of two servers again and again until the run gives it up and continues with the other."""
         self._run.start(*LOSES_SERVER, steps=NEVER, resume=True)
         deadline = time.monotonic() + LOST_WITHIN_S
         while LOST not in self._run.tail():

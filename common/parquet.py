@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 NO_PLAIN_VALUE = (ValueError, ArithmeticError, LookupError)
-"""What Arrow raises for text that is not UTF-8, times finer than a microsecond or past the year 9999, unknown time
-zones, and keys that a map has twice."""
+"""Arrow's errors for text that is not UTF-8, times finer than a microsecond or after the year 9999, unknown time
+zones, and repeated keys of a map."""
 
 
 class BadParquet(ValueError):

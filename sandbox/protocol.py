@@ -79,8 +79,8 @@ class BoxNeeds:
     storage_mb: int | None = None
     """Limit of everything written to the file system of an image; None: the most that a session may have."""
     clean_cache: bool = False
-    """What the box is the first to read or look up of shared files leaves the kernel's caches with it: no later box can
-    tell. Boxes of bubblewrap in cgroups do so; others ignore it."""
+    """Remove from the kernel's caches, when the box ends, the pages and names of shared files that the box read or
+    looked up first, so that later boxes cannot detect them. Only bubblewrap boxes with a cgroup do this."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,18 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 LINE_LIMIT = 64 << 20
+STOP_S = 90.0
+
+
+def stop_run(process: subprocess.Popen[bytes]) -> None:
+    """End a `penstock` command and wait for it. It stops what it started; if it is killed, the kernel does."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 class ChildError(Exception):

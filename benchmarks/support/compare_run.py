@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.child import stop_run
 from benchmarks.support.grpo_plan import GrpoStep, goal_reached
 from benchmarks.support.reaper import reaped, tree_cpu_s
 from penstock.common import JsonlTail
 
 LOOK_S = 0.05
-STOP_S = 90.0
 
 
 class ProgramFailed(Exception):
@@ -105,7 +105,7 @@ def follow(program: Program, timeout_s: float) -> Progress:
                 )
             time.sleep(LOOK_S)  # nothing else waits in this process
     finally:
-        stop(process)
+        stop_run(process)
     cpu_end_s = _children_cpu_s() - before
     watch.see(steps(), lambda: cpu_end_s)
     if process.returncode or not watch.steps:
@@ -134,17 +134,6 @@ class _Watch:
 
     def progress(self, cpu_end_s: float) -> Progress:
         return Progress(tuple(self.steps), self._cpu[-1], self._cpu[0], cpu_end_s)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask, then kill; what a killed run has started ends with it."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _children_cpu_s() -> float:

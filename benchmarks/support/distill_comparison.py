@@ -25,6 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.child import stop_run
+
 RECIPE = Path(__file__).parents[2] / "recipes/distill/cpu.yaml"
 COMMAND = [sys.executable, "-m", "penstock.deploy.cli"]
 TOKEN = "PENSTOCK_TEACHER_TOKEN"  # noqa: S105 - the name of a variable
@@ -40,7 +42,6 @@ CELLS: Mapping[str, Sequence[str]] = {
     "top 8 alone": (*TOP_8, "trainer.distill.reward_weight=0"),
 }
 TEACHER_START_S = 180.0
-STOP_S = 60.0
 RUN_S = 3600.0
 
 
@@ -92,12 +93,7 @@ def started(command: Sequence[str], environment: Mapping[str, str], log: Path) -
         try:
             yield process
         finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop_run(process)
 
 
 def _wait_until_up(process: subprocess.Popen[bytes], url: str, token: str) -> None:

@@ -25,9 +25,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.support.child import ROOT
+from benchmarks.support.child import ROOT, stop_run
 from benchmarks.support.comparison import say
-from benchmarks.support.learning_run import RunFailed, run_environment, stop_run
+from benchmarks.support.learning_run import RunFailed, run_environment
 from penstock.common import last_by, read_jsonl
 from penstock.deploy import RunDir, load_config
 

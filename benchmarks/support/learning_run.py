@@ -16,7 +16,7 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from benchmarks.support import far_python, uncorrected
-from benchmarks.support.child import ROOT
+from benchmarks.support.child import ROOT, stop_run
 from benchmarks.support.comparison import say
 from penstock.common import JsonlTail, last_by, read_jsonl
 from penstock.deploy import RunDir, RunLock, load_config
@@ -28,7 +28,6 @@ WORKERS = 2
 LONGEST_WAITS = 30.0
 """A tool's longest wait, in medians: at sigma 1 one call in three thousand would take longer."""
 POLL_S = 1.0
-STOP_TIMEOUT_S = 90.0
 
 
 class RunFailed(Exception):
@@ -187,17 +186,6 @@ def _follow(process: subprocess.Popen[bytes], run: LearningRun, common: Common, 
             if (row["step"] + 1) % every == 0:
                 say(f"learning: {run.name}: step {row['step'] + 1} of {common.steps}, reward {row['reward']:.2f}")
         time.sleep(POLL_S)  # nothing else waits in this process: runs are carried out one after the other
-
-
-def stop_run(process: subprocess.Popen[bytes]) -> None:
-    """A run that is told to stop ends what it started; killed, its processes are told by the kernel."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _write(file: Path, what: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-from .beside import BESIDE as BESIDE
-from .beside import Unavailable as Unavailable
-from .beside import found_beside as found_beside
+from .environments import ENVIRONMENTS as ENVIRONMENTS
+from .environments import Unavailable as Unavailable
+from .environments import try_in_environment as try_in_environment
 from .families import FAMILIES as FAMILIES
 from .families import Family as Family
 from .page import CHEAP as CHEAP

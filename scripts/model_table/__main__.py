@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from scripts.model_table.beside import BESIDE, Unavailable, found_beside
+from scripts.model_table.environments import ENVIRONMENTS, Unavailable, try_in_environment
 from scripts.model_table.families import FAMILIES
 from scripts.model_table.page import read_cells, render
 from scripts.model_table.trying import try_families
@@ -26,13 +26,13 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as models:
         for name, found in try_families(Path(models)).items():
             cells.setdefault(name, {}).update(found)
-        for column in () if asked.cheap else BESIDE:
+        for column in () if asked.cheap else ENVIRONMENTS:
             try:
-                beside = found_beside(column, Path(models), [family.name for family in FAMILIES])
+                column_cells = try_in_environment(column, Path(models), [family.name for family in FAMILIES])
             except Unavailable as error:
                 print(f"{column}: {error}", file=sys.stderr)
                 continue
-            for name, cell in beside.items():
+            for name, cell in column_cells.items():
                 cells[name][column] = cell
     asked.page.write_text(render(cells), encoding="utf-8")
     wrong = [f"{name}: {cell}" for name, found in cells.items() for cell in found.values() if "WRONG" in cell]

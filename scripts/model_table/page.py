@@ -38,8 +38,8 @@ def render(cells: Mapping[str, Mapping[str, str]]) -> str:
     head = ["family", *COLUMNS.values()]
     lines, notes = [_line(head), _line(["---"] * len(head))], dict[str, int]()
     for family in FAMILIES:
-        found = cells.get(family.name, {})
-        texts = [found.get(column, UNKNOWN).partition(": ") for column in COLUMNS]
+        row = cells.get(family.name, {})
+        texts = [row.get(column, UNKNOWN).partition(": ") for column in COLUMNS]
         short = [text + (f" [{notes.setdefault(note, len(notes) + 1)}]" if note else "") for text, _, note in texts]
         lines.append(_line([family.name, *short]))
     wrapped = [fill(f"- [{number}] {note}", WIDTH, **WHOLE_WORDS) for note, number in notes.items()]

@@ -161,7 +161,7 @@ def _lora(model: str, ranks: Ranks) -> str:
 
 
 def _left_out(engine: FSDPEngine, targets: set[str]) -> str:
-    """What gets no low-rank matrices, the output head aside."""
+    """Return the modules, other than the output head, that get no low-rank matrices, as text."""
     model = engine.policy.model
     head = model.get_output_embeddings()
     linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head}

@@ -8,7 +8,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from scripts.model_table import BESIDE, CHEAP, FAMILIES, Unavailable, found_beside, read_cells, render, try_families
+from scripts.model_table import (
+    CHEAP,
+    ENVIRONMENTS,
+    FAMILIES,
+    Unavailable,
+    read_cells,
+    render,
+    try_families,
+    try_in_environment,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -31,7 +40,7 @@ def test_the_page_is_written_by_the_command() -> None:
 def test_every_cell_is_filled_and_none_is_wrong() -> None:
     page = read_cells(PAGE.read_text())
     cells = [cell for found in page.values() for cell in found.values()]
-    assert len(cells) == len(FAMILIES) * (len(CHEAP) + len(BESIDE))
+    assert len(cells) == len(FAMILIES) * (len(CHEAP) + len(ENVIRONMENTS))
     assert not [cell for cell in cells if "WRONG" in cell or "crash" in cell.lower()]
     assert not [found[column] for found in page.values() for column in CHEAP if len(found[column]) < 3]
 
@@ -43,15 +52,15 @@ def test_the_trainer_does_what_the_page_says(tried: tuple[Path, dict[str, dict[s
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("column", BESIDE)
+@pytest.mark.parametrize("column", ENVIRONMENTS)
 def test_other_environments_do_what_the_page_says(column: str, tried: tuple[Path, dict[str, dict[str, str]]]) -> None:
     try:
-        found = found_beside(column, tried[0], NAMES)
+        cells = try_in_environment(column, tried[0], NAMES)
     except Unavailable as error:
         if "ended" in str(error):
             raise
         pytest.skip(str(error))
     page = read_cells(PAGE.read_text())
-    assert {name: page[name][column] for name in found if len(page[name][column]) > 1} == {
-        name: cell for name, cell in found.items() if len(page[name][column]) > 1
+    assert {name: page[name][column] for name in cells if len(page[name][column]) > 1} == {
+        name: cell for name, cell in cells.items() if len(page[name][column]) > 1
     }, HINT

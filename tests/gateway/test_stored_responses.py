@@ -110,12 +110,12 @@ async def test_a_deleted_response_is_gone_and_stays_recorded(server: Server) -> 
 async def test_a_response_that_is_not_stored_cannot_be_retrieved_or_continued(server: Server) -> None:
     episode = await server.open()
     client = server.client(episode)
-    made = await client.responses.create(model=episode["model"], input="Hello", store=False)
+    response = await client.responses.create(model=episode["model"], input="Hello", store=False)
     with pytest.raises(openai.NotFoundError) as missing:
-        await client.responses.retrieve(made.id)
+        await client.responses.retrieve(response.id)
     assert missing.value.code is None
-    with pytest.raises(openai.BadRequestError, match=f"Previous response with id '{made.id}' not found"):
-        await client.responses.create(model=episode["model"], input="x", previous_response_id=made.id)
+    with pytest.raises(openai.BadRequestError, match=f"Previous response with id '{response.id}' not found"):
+        await client.responses.create(model=episode["model"], input="x", previous_response_id=response.id)
     assert [segment.num_turns for segment in (await server.finish(episode)).segments] == [1]
 
 

@@ -4,18 +4,19 @@ import asyncio
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from penstock.deploy import app
+from penstock.deploy import RunConnection, app
+from penstock.deploy.run.connection import INTERACTIVE
 from penstock.transfer_queue import (
     DataCursor,
     Limits,
@@ -180,9 +181,16 @@ async def test_queue_that_is_away_is_reported_soon(words: tuple[str, ...], monke
     for name, value in {"QUEUE": "redis://127.0.0.1:1", "RUN": "mine", "TOKEN": "t"}.items():
         monkeypatch.setenv(f"PENSTOCK_{name}", value)
     monkeypatch.delenv("PENSTOCK_SUPERVISED", raising=False)
-    message = (await invoke(*words, code=2)).stderr
-    (waited_s,) = re.findall(r"no answer from redis://127.0.0.1:1 for ([\d.]+) s", message)
-    assert float(waited_s) < 30
+    deadlines, connect = set[float](), RunConnection.connect
+
+    async def recorded(link: RunConnection, settings: TransferQueueConfig, *rest: Any) -> Any:
+        deadlines.add(settings.deadline_s)
+        return await connect(link, settings, *rest)
+
+    monkeypatch.setattr(RunConnection, "connect", recorded)
+    assert "no answer from redis://127.0.0.1:1 for " in (await invoke(*words, code=2)).stderr
+    assert deadlines == {INTERACTIVE.deadline_s}
+    assert INTERACTIVE.deadline_s < TransferQueueConfig().deadline_s / 10
 
 
 async def test_generated_problems_become_parquet(tmp_path: Path) -> None:

@@ -41,11 +41,11 @@ def test_pass_at_k_equals_its_binomials(samples: int, data: st.DataObject) -> No
 
 
 def test_a_sum_that_rounds_to_just_below_the_full_reward_is_right() -> None:
-    found = [
+    results = [
         result_of(Trajectory("eval/0/0#0", "eval/0/0", [], reward, COMPLETED), [DatasetRow([], "a", None, None, {})])
         for reward in (0.7 + 0.2 + 0.1, 0.9999)
     ]
-    assert [one is not None and one.right for one in found] == [True, False]
+    assert [one is not None and one.right for one in results] == [True, False]
 
 
 @pytest.mark.parametrize(("samples", "right", "k"), [(2, 1, 3), (2, 3, 1), (2, 1, 0)])

@@ -147,6 +147,6 @@ def test_states_on_the_host_are_pinned_and_a_save_copies_the_others(
         host_parts(load_config(RECIPE, ["trainer.activation_offload=true", *words]), BIG)["offloaded activations"]
         for words in (["trainer.dtype=bfloat16"], [], ["trainer.dtype=float32"])
     )
-    assert low == usual < exact, "GPUs compute in bfloat16 unless they are told"
+    assert low == usual < exact, "the default on GPUs is bfloat16"
     in_turns = host_parts(load_config(RECIPE, ["placement.colocated=true"]), BIG)
     assert in_turns["trainer"] == 12 * BIG.parameters, "no gradients outside of a turn"

@@ -10,7 +10,7 @@ import pytest
 
 RECIPE = Path(__file__).parents[3] / "recipes/own_environment/doors.py"
 SMALL = ("groups_per_step=2", "group_size=4", "data.eval=", "trainer.checkpoint_every=2", "agent.workers=1")
-pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.torch, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.deep, pytest.mark.slow, pytest.mark.redis, pytest.mark.torch, pytest.mark.timeout(1500)]
 
 
 def penstock(folder: Path, *words: str) -> str:

@@ -112,10 +112,10 @@ def test_messages_become_a_model(tmp_path: Path, start: Start) -> None:
     assert rows[-1]["epoch"] == pytest.approx(2.0)
     assert list((root / "tensorboard").iterdir())
     assert {file.name for file in (root / "final_model").iterdir()} >= {"model.safetensors", "chat_template.jinja"}
-    told = run.log.read_text()
+    log = run.log.read_text()
     for words in ("24 conversations", "validation loss", "mine-sft: all 12 steps are trained", f"model      {root}"):
-        assert words in told
-    assert "{" not in told
+        assert words in log
+    assert "{" not in log
     start("sft.messages=messages.jsonl").finish(status=2)
     assert "holds an earlier run" in run.log.read_text()
 

@@ -140,5 +140,5 @@ def test_a_folder_without_trajectories_is_named(tmp_path: Path) -> None:
 def test_an_episode_without_a_reward_is_counted() -> None:
     cancelled = SimpleNamespace(task_id="rehearsal/0", reward=None, outcome=Outcome(OutcomeKind.CANCELLED, "stopped"))
     right = SimpleNamespace(task_id="rehearsal/0", reward=ROUNDED, outcome=COMPLETED)
-    found = SimpleNamespace(failures=[], trajectories=[cancelled, right])
-    assert why_dropped(found, [1.0]) == {"with reward none, not 1, cancelled (stopped)": 1}
+    check = SimpleNamespace(failures=[], trajectories=[cancelled, right])
+    assert why_dropped(check, [1.0]) == {"with reward none, not 1, cancelled (stopped)": 1}

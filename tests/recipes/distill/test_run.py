@@ -26,13 +26,13 @@ def test_faster_than_grpo_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock.deploy.cli", "sft", str(RECIPES / "distill/cpu.yaml")]
     subprocess.run([*command, f"sft.out={model}", f"runs_dir={tmp_path / 'sft'}"], check=True, timeout=900)
     cells = ["GRPO alone", "teacher and GRPO", "top 8 and GRPO"]
-    found = distill_comparison.main(
+    comparison = distill_comparison.main(
         ["--teacher", str(model), "--out", str(tmp_path / "runs"), "--seeds", "0", "--cells", *cells]
     )
-    assert found["steps"]["teacher and GRPO"][0] is not None
-    assert found["steps"]["top 8 and GRPO"][0] is not None
+    assert comparison["steps"]["teacher and GRPO"][0] is not None
+    assert comparison["steps"]["top 8 and GRPO"][0] is not None
     # The whole curve: the step at which three rewards first average 0.9 differs by several from run to run.
-    curves = [found["rewards"][cell][0] for cell in cells]
+    curves = [comparison["rewards"][cell][0] for cell in cells]
     shortest = min(map(len, curves))
     alone, taught, by_top = (sum(curve[:shortest]) / shortest for curve in curves)
     assert taught > alone

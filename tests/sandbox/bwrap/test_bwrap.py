@@ -206,12 +206,12 @@ async def test_bwrap_what_a_box_read_leaves_the_cache_with_it(tmp_path: Path, cl
     with shared.open("r+b") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if cached_share(shared) > 0:
-        pytest.skip("files of this file system stay in memory")
+    if cached_share(shared) > 0:  # tmpfs: a file has no other place than the cache, so nothing can leave it
+        pytest.skip(f"{tmp_path} is on a file system in memory, whose files never leave the cache")
     sandbox = BwrapSandbox(CONFIG.model_copy(update={"folders": {"/shared": str(shared.parent)}}), OWNER)
     try:
         if "cgroup v" not in sandbox.containment:
-            pytest.skip("a box has no cgroup here")
+            pytest.skip(f"boxes have no cgroup here, whose end empties the cache: {sandbox.containment}")
         session = await sandbox.start("reads", needs=BoxNeeds(clean_cache=clean))
         assert (await session.run(["sh", "-c", "cat /shared/file | wc -c"])).stdout.split() == [str(8 << 20)]
         await session.close()

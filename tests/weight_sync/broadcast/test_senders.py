@@ -211,7 +211,7 @@ def test_trainer_that_stops_asks_nothing_of_ranks_that_have_stopped(
 ) -> None:
     """Nobody would answer: the thread that publishes would wait until the wire's deadline."""
     ranks = Ranks(WORLD, monkeypatch)
-    broadcast = Broadcast(ranks, SIZES["even"], staged, bucket_bytes=64)
+    broadcast = Broadcast(ranks, SIZES["even"], staged, bucket_bytes=64, silence_s=1.0)  # no worker comes
     broadcast.source.wire.close()
     ranks.stop()
     asked = list(ranks.wire.sent)

@@ -63,7 +63,7 @@ async def test_one_copy_leaves_the_trainer(trainer: Route, open_peer: OpenPeer) 
     assert all(bytes_by["trainer"] + bytes_by["peers"] == published for bytes_by in received)
 
 
-async def test_a_peer_that_is_gone_costs_a_try_elsewhere(trainer: Route, open_peer: OpenPeer) -> None:
+async def test_a_peer_that_is_gone_costs_a_try_in_environment(trainer: Route, open_peer: OpenPeer) -> None:
     manifest = trainer.publish(1, small_tensors())
     (first, its_server), (second, _), (third, _) = open_peer("s0"), open_peer("s1"), open_peer("s2")
     await fetch(first, manifest)

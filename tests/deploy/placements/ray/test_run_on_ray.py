@@ -202,9 +202,9 @@ def test_ray_failed_role_ends_the_run_with_its_log(cluster: RayCluster, start_ru
     loop = f"agent.loop={tmp_path / 'loop.py'}:Loop"
     run = start_run("doomed", *SETTINGS, loop, "--on", "ray", "--ray-address", cluster.address)
     assert run.process.wait(START_S) == 1
-    told = run.log.read_text()
-    assert "agent-0 stopped the run:" in told
-    assert "no agent worker can import it" in told
+    log = run.log.read_text()
+    assert "agent-0 stopped the run:" in log
+    assert "no agent worker can import it" in log
     assert not node.below("penstock.deploy.cli")
     assert (run.root / "summary.json").exists()
 

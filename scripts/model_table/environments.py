@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-BESIDE: Mapping[str, str] = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "megatron": ".venv-megatron"}
+ENVIRONMENTS: Mapping[str, str] = {"vllm": ".venv-vllm", "sglang": ".venv-sglang", "megatron": ".venv-megatron"}
 """Column → environment; its program is in_COLUMN.py."""
 NOT_TRIED = "not tried: "
 """A found text that begins so says what the environment lacks."""
@@ -24,12 +24,14 @@ class Unavailable(RuntimeError):
     """The environment is not here, or its program ended by itself; the message says which."""
 
 
-def found_beside(column: str, models: Path, families: Sequence[str]) -> dict[str, str]:
-    """Family's name → cell, without those that were not tried. `models`: as `try_families` leaves it. Raises
-    `Unavailable`."""
-    python = ROOT / BESIDE[column] / "bin/python"
+def try_in_environment(column: str, models: Path, families: Sequence[str]) -> dict[str, str]:
+    """Try the families in the environment of `column`. Returns cells by the family's name, without untried families.
+
+    `models`: the folder that `try_families` filled. Raises `Unavailable`.
+    """
+    python = ROOT / ENVIRONMENTS[column] / "bin/python"
     if not python.exists():
-        raise Unavailable(f"no {BESIDE[column]}: scripts/setup --{column} or scripts/setup-{column} makes it")
+        raise Unavailable(f"no {ENVIRONMENTS[column]}: scripts/setup --{column} or scripts/setup-{column} makes it")
     published = column != "megatron"  # that one reads what it was given, and is compared with it
     folders = {str(models / name / "published" if published else models / name): name for name in families}
     done = subprocess.run(
