@@ -25,7 +25,8 @@ class RolloutConfig(BaseModel):
     host: str = Field("127.0.0.1", description="Address the sidecar listens on; engines always stay on loopback.")
     port: int = Field(0, ge=0, le=65535, description="First sidecar port; 0 takes free ones.")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
-        "float32", description="Arithmetic of the engine and of published versions; on GPUs set bfloat16."
+        "float32",
+        description="Arithmetic of the engine and of published versions; on GPUs set bfloat16, the trainer's there.",
     )
     max_model_len: int = Field(1024, gt=0, description="Prompt plus response, in tokens.")
     max_concurrent: int = Field(64, gt=0, description="Requests decoded together; further ones wait in the sidecar.")

@@ -336,6 +336,19 @@ class TrainerConfig(BaseModel):
             return self
         return self.model_copy(update={"dtype": "bfloat16" if on_gpu else "float32"})
 
+    def dtype_mismatch(self, rollout_dtype: str, *, on_gpu: bool) -> tuple[str, str] | None:
+        """Return why and how to correct it, if the engine computes in another type than ranks with GPUs or without."""
+        mine = self.resolve_dtype(on_gpu=on_gpu).dtype
+        if mine == rollout_dtype:
+            return None
+        chosen = f" (auto, on {'GPUs' if on_gpu else 'CPUs'})" if self.dtype == "auto" else ""
+        other = f", or trainer.dtype={rollout_dtype}" if rollout_dtype != "float16" else ""
+        return (
+            f"trainer.dtype is {mine}{chosen}, rollout.dtype {rollout_dtype}: the two compute other logprobs for the"
+            " same tokens",
+            f"set rollout.dtype={mine}{other}",
+        )
+
     def threads_of_rank(self, cores: int, ranks: int, *, on_gpu: bool) -> int:
         """CPU threads of each of the `ranks` that have `cores` of a machine together. AdamW alone takes many, if it
         is the host's: next to an engine on CPUs more than one for each process is slower."""

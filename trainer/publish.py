@@ -55,6 +55,8 @@ class Publisher(BackgroundWork):
         rollout = job.rollout
         self._files: WeightFiles | None = None
         if ranks.is_rank0:
+            if mismatch := job.config.dtype_mismatch(rollout.dtype, on_gpu=ranks.device.type == "cuda"):
+                logger.warning("%s; %s", *mismatch)
             self._files = WeightFiles(
                 job.weights_dir,
                 rollout.manifest_transport,

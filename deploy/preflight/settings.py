@@ -19,6 +19,7 @@ from penstock.deploy.preflight.data import data_sources
 from penstock.deploy.preflight.model import BadModelFiles, read_config
 from penstock.deploy.preflight.routing import token_bytes
 from penstock.deploy.run.connection import limits_of
+from penstock.deploy.run.plan import has_gpu
 from penstock.rollout_server import RolloutConfig
 
 REPORTED = ("torch", "transformers", "redis", "numpy")
@@ -123,6 +124,15 @@ def check_algorithm(config: RunConfig) -> Check | None:
     except ValueError as error:
         return Check("trainer.advantage", False, str(error), "correct trainer.advantage, trainer.loss or their options")
     return Check("trainer.advantage", True, detail)
+
+
+def check_dtype(config: RunConfig) -> Check | None:
+    """None where only the trainer's machine knows which type ``auto`` is; the trainer warns at its start."""
+    trainer, on_gpu = config.trainer, has_gpu()
+    if trainer.dtype == "auto" and not on_gpu:
+        return None
+    mismatch = trainer.dtype_mismatch(config.rollout.dtype, on_gpu=on_gpu)
+    return warning("trainer.dtype", *mismatch) if mismatch else None
 
 
 def check_training_engine(config: RunConfig) -> Check | None:

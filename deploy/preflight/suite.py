@@ -49,6 +49,7 @@ from penstock.deploy.preflight.settings import (
     check_capacity,
     check_concurrency,
     check_correction,
+    check_dtype,
     check_engine,
     check_packing,
     check_sampling,
@@ -70,6 +71,7 @@ FACTS: tuple[Asked, ...] = (
     check_correction,
     check_algorithm,
     check_training_engine,
+    check_dtype,
     check_training_job,
     check_routing_replay,
     check_lengths,
@@ -143,7 +145,7 @@ JOINING: tuple[Asked, ...] = (
 )
 """What a machine needs that joins a living run with servers or workers."""
 OF_THIS_MACHINE: frozenset[Asked] = frozenset(
-    (check_ports, check_devices, check_engine, check_trainer, check_size, check_shared_memory, check_room)
+    (check_ports, check_devices, check_dtype, check_engine, check_trainer, check_size, check_shared_memory, check_room)
 )
 """They say nothing about a run whose roles are elsewhere."""
 BESIDE: frozenset[Asked] = frozenset((check_sandbox,))

@@ -85,6 +85,16 @@ async def open_setting(tmp_path: Path, ranks: Ranks) -> AsyncIterator[Callable[.
     in_torch.close()
 
 
+@pytest.mark.parametrize(("rollout_dtype", "warned"), [("bfloat16", True), ("float32", False)])
+async def test_a_trainer_warns_at_its_start_of_another_type_in_the_engines(
+    rollout_dtype: str, warned: bool, open_setting: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    await open_setting(dtype=rollout_dtype)
+    said = "trainer.dtype is float32 (auto, on CPUs), rollout.dtype bfloat16"
+    assert (said in caplog.text) == warned
+    assert ("set rollout.dtype=float32, or trainer.dtype=bfloat16" in caplog.text) == warned
+
+
 async def test_steps_go_on_while_a_version_is_written(
     open_setting: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

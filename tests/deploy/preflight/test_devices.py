@@ -10,7 +10,7 @@ from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import load_config
 from penstock.deploy.preflight.machine import check_devices, check_size, check_threads
-from penstock.deploy.preflight.settings import check_engine, check_training_engine
+from penstock.deploy.preflight.settings import check_dtype, check_engine, check_training_engine
 from penstock.deploy.preflight.suite import FACTS
 
 SMALL_GPU_MIB = 1024
@@ -99,6 +99,28 @@ def test_a_ranks_share_of_the_cores_is_not_too_many(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ([], "set rollout.dtype=bfloat16, or trainer.dtype=float32"),
+        (["rollout.dtype=float16"], "set rollout.dtype=bfloat16"),
+        (["rollout.dtype=bfloat16", "trainer.dtype=float32"], "set rollout.dtype=float32, or trainer.dtype=bfloat16"),
+        (["rollout.dtype=bfloat16"], None),
+        (["trainer.dtype=float32"], None),
+    ],
+)
+def test_two_types_of_one_model_are_warned_of(words: list[str], fix: str | None) -> None:
+    found = check_dtype(load_config(RECIPE, words))
+    assert (found.fix if found else None) == fix
+    assert found is None or found.verdict == "warn"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_the_type_of_ranks_elsewhere_is_left_to_the_trainer() -> None:
+    assert check_dtype(load_config(RECIPE, ["rollout.dtype=bfloat16"])) is None
+
+
+@pytest.mark.usefixtures("gpu")
 def test_with_a_gpu_nothing_is_missing() -> None:
     assert check_devices(load_config(RECIPE, ["trainer.engine=megatron"])) is None
 
@@ -172,4 +194,4 @@ def test_an_engine_built_for_gpus_is_refused_without_one(tmp_path: Path, monkeyp
 
 
 def test_a_run_is_refused_with_them() -> None:
-    assert {check_devices, check_size, check_engine} <= set(FACTS)
+    assert {check_devices, check_dtype, check_size, check_engine} <= set(FACTS)
