@@ -10,7 +10,7 @@ from tests.docs.pages import INLINE, ROOT, text_of
 
 ARCHITECTURE = text_of("docs/architecture.md")
 FILES = sorted({code for code in INLINE.findall(ARCHITECTURE) if re.fullmatch(r"[\w.]+(/[\w.]*)+", code)})
-KILLS = sorted(set(re.findall(r"`(tests/\S+\.py)`", ARCHITECTURE.split("\n## Killed with SIGKILL")[1])))
+KILLS = sorted(set(re.findall(r"`(tests/\S+\.py)`", ARCHITECTURE.split("\n## Tests that kill processes")[1])))
 FOLDERS = "agent_loops common deploy gateway rollout_server sandbox tools trainer transfer_queue weight_sync".split()  # noqa: SIM905
 
 
