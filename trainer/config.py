@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -359,6 +360,24 @@ class TrainerConfig(BaseModel):
     def anywhere(self) -> TrainerConfig:
         """Without what concerns speed and memory alone: that may ask for a machine or packages that are not here."""
         return self.model_copy(update={"liger": False, "compile": False, "offload": False})
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """The settings of one optimizer update."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled, as torch's AdamW has it."""
+    max_grad_norm: float = 0.0
+    """Gradients are clipped to this norm; 0: they are not."""
+
+
+def adam_settings(config: TrainerConfig, lr: float) -> AdamSettings:
+    """Return the run's settings with the learning rate `lr`."""
+    return AdamSettings(lr, config.betas, config.eps, config.weight_decay, config.max_grad_norm)
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.support.meter import peak_bytes
 from penstock.common import cores
 from penstock.trainer import CORES_VARIABLE, Ranks, TrainerConfig
+from penstock.trainer.config import AdamSettings
 from penstock.trainer.engine import Flops, Update, peak_tflops, update_speed
 from penstock.trainer.engines.fsdp import FSDPEngine, host_states, load_policy, sharded
 from penstock.trainer.engines.fsdp import engine as engine_module
@@ -38,6 +39,23 @@ def trained(model: str, ranks: Ranks, **settings: Any) -> tuple[FSDPEngine, list
     engine, pack = FSDPEngine(model, config, ranks), one_pack(60, vocab=64)
     loss = lambda pack, outputs: -outputs.logprobs.sum()  # noqa: E731
     return engine, [engine.update([pack], loss, 52.0, step) for step in range(3)]
+
+
+@pytest.mark.parametrize("largest", [0.0, 0.1])
+def test_gradients_add_up_until_a_step_that_brings_its_own_settings(
+    largest: float, tiny_model: str, ranks: Ranks
+) -> None:
+    adam, loss = {"lr": 3e-3, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1}, lambda _, out: -out.logprobs.sum()
+    packs = [one_pack(tokens, vocab=64) for tokens in (60, 40)]
+    at_once = FSDPEngine(tiny_model, TrainerConfig(**adam, max_grad_norm=largest or 1e9, dtype="float32"), ranks)
+    apart = FSDPEngine(tiny_model, TrainerConfig(dtype="float32"), ranks)
+    for step in range(2):
+        expected = at_once.update(packs, loss, 52.0, step)
+        total = sum(apart.accumulate([pack], loss, 52.0) for pack in packs)
+        update = apart.step(AdamSettings(**adam, max_grad_norm=largest), total)
+        assert (update.loss, update.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
+    for (name, tensor), (_, other) in zip(apart.weights(torch.float32), at_once.weights(torch.float32), strict=True):
+        torch.testing.assert_close(tensor, other, atol=1e-6, rtol=1e-5, msg=name)
 
 
 COMPILED = pytest.param(

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from penstock.rollout_server import context_length
 from penstock.trainer.advantages import ADVANTAGES, needs_of
 from penstock.trainer.batch import ModelLimits
-from penstock.trainer.config import TrainerConfig, learning_rate
+from penstock.trainer.config import AdamSettings, TrainerConfig, adam_settings, learning_rate
 from penstock.trainer.data.images import sees_images
 from penstock.trainer.engine import Flops, PackLoss, RouterLoads, Update, ValueLoss
 from penstock.trainer.engines.fsdp.flash_attention import use_flash
@@ -137,24 +137,34 @@ class FSDPEngine:
         return [values.cpu() for values in self.critic.score(packs)]
 
     def update(self, packs: Sequence[Pack], loss: PackLoss, divisor: float, step: int) -> Update:
-        return self._update(self._actor, packs, loss, divisor, learning_rate(self.config, step))
+        return self.step(
+            adam_settings(self.config, learning_rate(self.config, step)), self.accumulate(packs, loss, divisor)
+        )
+
+    def accumulate(self, packs: Sequence[Pack], loss: PackLoss, divisor: float) -> float:
+        """Add the gradients of sum(loss) / `divisor` over all packs of all ranks to those that are there; return that
+        sum."""
+        return self._accumulate(self._actor, packs, loss, divisor)
+
+    def step(self, adam: AdamSettings, loss: float) -> Update:
+        """One update with the gradients that are there, unless they or `loss` are not finite; none is left."""
+        return self._step(self._actor, adam, loss)
 
     def update_critic(self, packs: Sequence[Pack], loss: ValueLoss, divisor: float) -> Update:
         assert self.critic is not None
-        return self._update(self.critic, packs, loss, divisor, self.config.critic.lr)
+        adam = adam_settings(self.config, self.config.critic.lr)
+        return self._step(self.critic, adam, self._accumulate(self.critic, packs, loss, divisor))
 
-    def _update(
-        self,
-        module: TrainableModule,
-        packs: Sequence[Pack],
-        loss: Callable[[Pack, Any], Tensor],
-        divisor: float,
-        lr: float,
-    ) -> Update:
+    def _accumulate(
+        self, module: TrainableModule, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float
+    ) -> float:
         summed = module.accumulate(packs, loss, divisor)
         self._used = self._measured()  # the most there is: the step that follows frees the gradients
+        return summed
+
+    def _step(self, module: TrainableModule, adam: AdamSettings, loss: float) -> Update:
         self._await_save()
-        return module.step(lr, summed)
+        return module.step(adam, loss)
 
     def weights(self, dtype: torch.dtype, *, with_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):

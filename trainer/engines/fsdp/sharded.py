@@ -43,7 +43,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from penstock.trainer.config import TrainerConfig
+from penstock.trainer.config import AdamSettings, TrainerConfig
 from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.activation_offload import offload_activations
@@ -106,14 +106,9 @@ class TrainableModule(ShardedModule):
 
     def __init__(self, module: nn.Module, config: TrainerConfig, ranks: Ranks) -> None:
         super().__init__(module, config, ranks)
-        self._max_grad_norm = config.max_grad_norm
         adamw = HostAdamW if config.offload == "optimizer" else torch.optim.AdamW
         self.optimizer = adamw(
             [one for one in self.module.parameters() if one.requires_grad],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=True,  # one kernel for all shards; on CPUs torch would otherwise go through them in Python
         )
 
@@ -170,31 +165,33 @@ class TrainableModule(ShardedModule):
         self._preemption.weights_change()
         return self._ranks.data.sum(float(summed)) / divisor
 
-    def step(self, lr: float, loss: float) -> Update:
+    def step(self, adam: AdamSettings, loss: float) -> Update:
         """One optimizer update with the gradients that are there, unless `loss` or they are not finite."""
-        grad_norm = self._clip()
+        grad_norm = self._clip(adam.max_grad_norm)
         # Both are sums over all ranks: every rank comes to the same decision.
         finite = math.isfinite(grad_norm) and math.isfinite(loss)
         if finite:
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group |= {"lr": adam.lr, "betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay}
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(grad_norm, lr, skipped=not finite, loss=loss)
+        return Update(grad_norm, adam.lr, skipped=not finite, loss=loss)
 
-    def _clip(self) -> float:
-        """Gradients are clipped; returns their norm before. A collective."""
+    def _clip(self, largest: float) -> float:
+        """Gradients are clipped to the norm `largest`, unless it is 0; returns their norm before. A collective."""
         learning = [one for one in self.module.parameters() if one.grad is not None]
         gradients = [one.grad for one in learning if one.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not largest:
+            return grad_norm
         if self._mesh.replicate == 1:
-            nn.utils.clip_grads_with_norm_(learning, self._max_grad_norm, norm)
+            nn.utils.clip_grads_with_norm_(learning, largest, norm)
             return grad_norm
         # Each set of shards has summed it by itself, maybe in another order: clipped by another number, its weights
         # would no longer be the others'.
         grad_norm = self._ranks.max(grad_norm if math.isfinite(grad_norm) else math.inf)
-        coefficient = min(1.0, self._max_grad_norm / (grad_norm + 1e-6))
+        coefficient = min(1.0, largest / (grad_norm + 1e-6))
         for gradient in gradients:
             gradient.mul_(coefficient)
         return grad_norm
