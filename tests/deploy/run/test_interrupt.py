@@ -1,7 +1,11 @@
-"""Ctrl-C twice: the run stops at once, says what is given up, and leaves nothing."""
+"""Ctrl-C twice: the command stops at once, says what is given up, and leaves nothing.
+
+A stopped trainer saves no checkpoint: the second Ctrl-C always comes while the first one waits for it.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 
@@ -15,6 +19,7 @@ def test_a_second_interrupt_ends_the_run_without_a_traceback(start_run: Callable
     run = start_run("cut", "trainer.steps=100000", "data.eval=null")
     run.wait_for(lambda: run.steps() >= 1)
     pids = run.pids()
+    os.kill(run.pids("penstock.deploy.cli train")[0], signal.SIGSTOP)
     run.process.send_signal(signal.SIGINT)
     run.wait_for(lambda: "saving a checkpoint" in run.log.read_text())
     run.process.send_signal(signal.SIGINT)

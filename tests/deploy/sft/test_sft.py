@@ -179,6 +179,24 @@ def test_sigterm_saves_and_resume_continues(tmp_path: Path, start: Start) -> Non
     assert f"step {done}" in (root / "logs" / "trainer.log").read_text()
 
 
+def test_a_second_interrupt_kills_the_trainer_without_a_traceback(tmp_path: Path, start: Start) -> None:
+    """A stopped trainer saves no checkpoint: the second Ctrl-C always comes while the first one waits for it."""
+    messages_in(tmp_path)
+    run = start("sft.messages=messages.jsonl", "sft.steps=100000", "trainer.sinks=[]")
+    run.wait_for(lambda: bool(run.pids("sft-rank")))
+    (pid,) = run.pids("sft-rank")
+    os.kill(pid, signal.SIGSTOP)
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for(lambda: "saving a checkpoint" in run.log.read_text())
+    run.process.send_signal(signal.SIGINT)
+    run.finish(status=130)
+    text = run.log.read_text()
+    assert "SIGINT again: the checkpoint under way is given up" in text
+    assert "Traceback" not in text, text
+    assert text.rstrip().splitlines()[-1].startswith("interrupted; continue with: penstock sft ")
+    assert not alive(pid)
+
+
 @pytest.mark.deep
 def test_two_ranks_and_lora(tmp_path: Path, start: Start) -> None:
     """Two ranks learn what one does, up to rounding; under LoRA the adapter is left too."""
