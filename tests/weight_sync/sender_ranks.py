@@ -1,9 +1,12 @@
 """The trainer's ranks as processes, so that one can be killed while it sends.
 
-python -m tests.weight_sync.sender_ranks RANK WORLD STORE STOP_AT
+python -m tests.weight_sync.sender_ranks RANK WORLD STORE STOP_AT [SILENCE_S]
 
 Rank 0 says the places of a server of two workers, then what `stream_version` finds or raises. A rank whose number is
-`STOP_AT`'s first says "in the middle" before it sends for the time that is `STOP_AT`'s second, and sends no more.
+`STOP_AT`'s first says "in the middle" before it sends for the time that is `STOP_AT`'s second, and sends no more;
+where that is -1 it does not join its group.
+With `SILENCE_S` rank 0 names each group whose members it waits for, and stops as a trainer does at the end of its
+input.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +24,9 @@ import torch
 import torch.distributed as dist
 
 from penstock.weight_sync import Broadcaster, Shard, WeightSource, stream_version
+from penstock.weight_sync.broadcast.group import BroadcastGroup
 from penstock.weight_sync.broadcast.senders import OwnGroup
+from penstock.weight_sync.broadcast.shards import Superseded
 
 WAIT = timedelta(seconds=5)
 TENSORS, VALUES = 32, 1 << 18
@@ -38,14 +44,16 @@ def shards(rank: int, world: int) -> list[Shard]:
     return [Shard(f"t{n}", (world * VALUES,), torch.int32, each, values_of(n, rank)) for n in names]
 
 
-async def _places(source: WeightSource) -> tuple[Any, Any]:
-    broadcaster = Broadcaster(bucket_bytes=BUCKET_BYTES, silence_s=3.0)
+async def _places(source: WeightSource, broadcaster: Broadcaster) -> tuple[Any, Any]:
     waiting = asyncio.create_task(broadcaster.park(2, "gloo/2"))
     await asyncio.sleep(0)
     return broadcaster.open(1, source.tensors, source.sizes), await waiting
 
 
 def _stop_at(number: int) -> None:
+    if number < 0:
+        OwnGroup.join = lambda *_: None  # type: ignore[method-assign]
+        return
     count = 0
 
     def send(group: OwnGroup, memory: Any, send: Any = OwnGroup.send) -> None:
@@ -57,6 +65,20 @@ def _stop_at(number: int) -> None:
         send(group, memory)
 
     OwnGroup.send = send  # type: ignore[method-assign]
+
+
+def _stop_at_end_of_input(broadcaster: Broadcaster, source: WeightSource) -> None:
+    def meet(group: BroadcastGroup, broadcast: str, meet: Any = BroadcastGroup.meet) -> None:
+        _say(group._member.group.rpartition("/")[2])
+        meet(group, broadcast)
+
+    def stop() -> None:
+        sys.stdin.read()
+        broadcaster.close()
+        source.close()
+
+    BroadcastGroup.meet = meet  # type: ignore[method-assign]
+    threading.Thread(target=stop, daemon=True).start()
 
 
 def _say(what: Any) -> None:
@@ -77,12 +99,16 @@ def main() -> None:
         _say("ready")
         sys.stdin.read()
         return
-    sending, offer = asyncio.run(_places(source))
+    silence_s = float(sys.argv[5]) if len(sys.argv) > 5 else 3.0
+    broadcaster = Broadcaster(bucket_bytes=BUCKET_BYTES, silence_s=silence_s)
+    sending, offer = asyncio.run(_places(source, broadcaster))
     _say(offer.as_dict())
+    if len(sys.argv) > 5:
+        _stop_at_end_of_input(broadcaster, source)
     try:
         found = stream_version(source, 1, Path("none"), write=False, bucket_bytes=BUCKET_BYTES, sending=sending)
         _say({"done": found.done, "xxh3": {tensor.name: tensor.xxh3 for tensor in found.tensors}})
-    except RuntimeError as error:
+    except (RuntimeError, Superseded) as error:
         _say({"error": str(error)})
 
 

@@ -30,6 +30,8 @@ from penstock.weight_sync.broadcast.offer import GLOO, Member
 IDLE_S = 200.0
 """Groups that carried nothing for so long are formed again: some networks cut connections without traffic, load
 balancers of clouds after 240 s."""
+POLL_S = 0.002
+"""Between two looks into the trainer's own store."""
 
 
 def open_store(listener: socket.socket, member: Member) -> dist.TCPStore:
@@ -56,23 +58,25 @@ class BroadcastGroup(ABC):
     not.
     """
 
-    def __init__(self, store: dist.TCPStore, member: Member) -> None:
+    def __init__(self, store: dist.TCPStore, member: Member, stops: threading.Event | None = None) -> None:
+        """`stops`: set when this process stops, which ends each wait for another member."""
         self._store = dist.PrefixStore(member.group, store)
-        self._member = member
+        self._member, self._stops = member, stops
         self._met: list[str] = []
         """The store's keys of the last meeting."""
         # A member that never comes is noticed here: NCCL would take up to its own deadline.
         self.meet("formation")
 
     def meet(self, broadcast: str) -> None:
-        """Blocks until all members begin `broadcast`. Raises `RuntimeError` where one does not in `silence_s`."""
+        """Blocks until all members begin `broadcast`. Raises `RuntimeError` where one does not in `silence_s`, or this
+        process stops."""
         before, self._met = self._met, [f"begin/{broadcast}", f"begun/{broadcast}"]
         come, all_there = self._met
         if self._store.add(come, 1) == self._member.size:
             self._store.set(all_there, "1")
             for key in before:  # all members are here: no process waits for it
                 self._store.delete_key(key)
-        self._store.wait([all_there], self._member.silence)
+        self._until_set(all_there, self._member.silence_s)
 
     @abstractmethod
     def begin(self, bucket: torch.Tensor) -> Transfer:
@@ -92,16 +96,30 @@ class BroadcastGroup(ABC):
         for rank in range(1, self._member.size):
             with contextlib.suppress(RuntimeError):
                 left_s, key = max(0.01, give_up_at - time.monotonic()), f"done/{broadcast}/{rank}"
-                self._store.wait([key], timedelta(seconds=left_s))
+                self._until_set(key, left_s)
                 self._store.delete_key(key)
                 done += 1
         return done
+
+    def _until_set(self, key: str, wait_s: float) -> None:
+        """Raises `RuntimeError` after `wait_s`, or at once where this process stops."""
+        if self._stops is None:
+            self._store.wait([key], timedelta(seconds=wait_s))
+            return
+        give_up_at = time.monotonic() + wait_s
+        while not self._store.check([key]):  # a `wait` of the store cannot be ended
+            if self._stops.wait(POLL_S):
+                raise RuntimeError("the trainer stops")
+            if time.monotonic() > give_up_at:
+                raise RuntimeError(f"a member of the group was silent for {wait_s:g} s")
 
 
 class Membership:
     """One member's groups, which following broadcasts of the same members use again. One thread at a time uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, stops: threading.Event | None = None) -> None:
+        """`stops`: set when this process stops."""
+        self._stops = stops
         self.groups: dict[int, BroadcastGroup] = {}
         """By the rank of the trainer that sends; empty if this process is in none."""
         self._member: Member | None = None
@@ -145,7 +163,9 @@ class Membership:
                 try:
                     if created is not None:
                         self.groups[sender] = (
-                            NcclGroup(created, place, stream) if stream else GlooGroup(created, place, host)
+                            NcclGroup(created, place, stream, self._stops)
+                            if stream
+                            else GlooGroup(created, place, host, self._stops)
                         )
                     else:
                         self.groups[sender].meet(broadcast)
@@ -178,8 +198,8 @@ def leave_groups(groups: Iterable[BroadcastGroup]) -> None:
 class GlooGroup(BroadcastGroup):
     """Over TCP, between the memories of hosts."""
 
-    def __init__(self, store: dist.TCPStore, member: Member, host: str) -> None:
-        super().__init__(store, member)
+    def __init__(self, store: dist.TCPStore, member: Member, host: str, stops: threading.Event | None = None) -> None:
+        super().__init__(store, member, stops)
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = member.silence
@@ -197,15 +217,17 @@ class GlooGroup(BroadcastGroup):
 class NcclGroup(BroadcastGroup):
     """Between GPUs: NVLink, InfiniBand, or what else NCCL finds. One thread uses it."""
 
-    def __init__(self, store: dist.TCPStore, member: Member, stream: NcclStream) -> None:
-        super().__init__(store, member)
+    def __init__(
+        self, store: dist.TCPStore, member: Member, stream: NcclStream, stops: threading.Event | None = None
+    ) -> None:
+        super().__init__(store, member, stops)
         torch.cuda.set_device(stream.device)  # of this thread
         self._stream = stream
         nccl = _library()
         if member.rank == 0:
             self._store.set("nccl", nccl.unique_id().hex())
         unique_id = bytes.fromhex(self._store.get("nccl").decode())
-        self._communicator = nccl.join(member.size, unique_id, member.rank, member.silence_s)
+        self._communicator = nccl.join(member.size, unique_id, member.rank, member.silence_s, stops)
 
     def begin(self, bucket: torch.Tensor) -> Transfer:
         """See `BroadcastGroup.begin`. Returns when it is posted on the stream: what begins later, in any group of the
@@ -233,7 +255,7 @@ class NcclGroup(BroadcastGroup):
         self._communicator.abort()
 
     def _wait_while(self, busy: Callable[[], bool]) -> None:
-        until_idle(busy, self._member.silence_s)
+        until_idle(busy, self._member.silence_s, self._stops)
 
 
 class NcclStream:

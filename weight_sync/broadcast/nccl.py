@@ -8,6 +8,7 @@ Declarations are those of nccl.h; the configuration has the fields of NCCL 2.17,
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -107,9 +108,11 @@ class Nccl:
         _check(self._library, self._library.ncclGetUniqueId(ctypes.byref(unique)))
         return bytes(unique)
 
-    def join(self, size: int, unique_id: bytes, rank: int, silence_s: float) -> NcclCommunicator:
+    def join(
+        self, size: int, unique_id: bytes, rank: int, silence_s: float, stops: threading.Event | None = None
+    ) -> NcclCommunicator:
         """Return a communicator on the current device, once all members are there. Raises `NcclError`, also after
-        `silence_s`.
+        `silence_s` and where this process `stops`.
         """
         config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, 1, MOST_CHANNELS, None)
         handle, name = ctypes.c_void_p(), _UniqueId.from_buffer_copy(unique_id)
@@ -119,17 +122,20 @@ class Nccl:
             _check(self._library, code)
         joined = NcclCommunicator(self._library, handle)
         try:
-            until_idle(lambda: joined.busy, silence_s)
+            until_idle(lambda: joined.busy, silence_s, stops)
         except BaseException:
             joined.abort()
             raise
         return joined
 
 
-def until_idle(busy: Callable[[], bool], silence_s: float) -> None:
-    """Returns once nothing is under way. Raises `NcclError` after `silence_s`, and what `busy` raises."""
+def until_idle(busy: Callable[[], bool], silence_s: float, stops: threading.Event | None = None) -> None:
+    """Returns once nothing is under way. Raises `NcclError` after `silence_s` and where this process `stops`, and what
+    `busy` raises."""
     give_up_at = time.monotonic() + silence_s
     while busy():
+        if stops is not None and stops.is_set():
+            raise NcclError("the trainer stops")
         if time.monotonic() > give_up_at:
             raise NcclError(f"a member of the group was silent for {silence_s:g} s")
         time.sleep(POLL_S)  # in the thread of a transfer: NCCL's state can only be polled

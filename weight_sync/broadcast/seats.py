@@ -118,7 +118,7 @@ class Broadcaster:
         self._numbers = itertools.count(1)
         self._parked: list[_ParkedServer] = []
         self._closed = threading.Event()
-        self.membership = Membership()
+        self.membership = Membership(self._closed)
         """Rank 0's groups; left by who closes this."""
         self._seating: _Seating | None = None
         self._warned: set[str] = set()

@@ -289,9 +289,33 @@ async def test_rank_that_is_lost_while_it_sends_ends_the_version_for_all(tmp_pat
         assert [one._held for one in held] == [None, None]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "awaited"), [(1, "0"), (2, "1")], ids=["a worker", "a rank that sends"])
+async def test_trainer_that_stops_waits_for_no_member_that_is_missing(
+    tmp_path: Path, workers: int, awaited: str
+) -> None:
+    """Not for the silence, an hour here: neither its rank 0 nor the workers that came."""
+    async with AsyncExitStack() as stack:
+        ranks = [
+            await stack.enter_async_context(sender(rank, tmp_path / "store", "1,-1", 2, 3600)) for rank in range(2)
+        ]
+        offer = Offer.parse(json.loads(await ranks[0].stdout.readline()))
+        offer = replace(offer, trainer="127.0.0.1", here="127.0.0.1")
+        receive = [asyncio.to_thread(StagedWeights().receive, offer, number) for number in range(workers)]
+        received = [asyncio.create_task(one) for one in receive]
+        while json.loads(await ranks[0].stdout.readline()) != awaited:
+            pass
+        ranks[0].stdin.close()
+        async with asyncio.timeout(120):
+            assert "error" in json.loads(await ranks[0].stdout.readline())
+            ends = await asyncio.gather(*received, return_exceptions=True)
+        assert [type(end) for end in ends] == [WeightsUnreachable] * workers
+
+
 @asynccontextmanager
-async def sender(rank: int, store: Path, stop_at: str) -> AsyncIterator[Any]:
-    command = [sys.executable, "-m", "tests.weight_sync.sender_ranks", str(rank), "3", str(store), stop_at]
+async def sender(rank: int, store: Path, stop_at: str, world: int = 3, *more: float) -> AsyncIterator[Any]:
+    command = [sys.executable, "-m", "tests.weight_sync.sender_ranks", str(rank), str(world), str(store), stop_at]
+    command += [str(one) for one in more]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     try:
