@@ -155,8 +155,10 @@ class MemorySteps(MemoryRun):
 
     async def pass_step(self, step: int) -> bool:
         await self.check_training()
-        if step != self._state.next_step or step != self._state.version:
+        if step != self._state.version:
             return False
+        if step != self._state.next_step:
+            return self._state.batches.get(step) == []
         self._state.batches[step] = []
         self._state.next_step += 1
         return True

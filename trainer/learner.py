@@ -90,8 +90,11 @@ class Learner:
             gap = torch.zeros(len(advantages.tokens))
         return mixed(advantages, gap, self._config.distill) if self._config.distill.enabled else advantages
 
-    def update(self, batch: StepBatch, scored: ScoredBatch, advantages: Advantages) -> dict[str, Any]:
-        """New weights; returns the step's metrics, the same on all ranks. Raises `TrainingDiverged`."""
+    def update(
+        self, batch: StepBatch, scored: ScoredBatch, advantages: Advantages, *, again: bool = False
+    ) -> dict[str, Any]:
+        """New weights; returns the step's metrics, the same on all ranks. `again`: its version is published already.
+        Raises `TrainingDiverged`."""
         tally = MetricAccumulator()
         of_critic: list[Update] = []
         if self._has_implicit:
@@ -101,7 +104,7 @@ class Learner:
         updates: list[Update | None] = [None] * len(scored.minibatches)
         if not self._engine.has_critic or batch.step >= self._config.critic.warmup_steps:
             updates = [self._update_one(batch, scored, number, advantages, tally) for number in range(len(updates))]
-        self._watch.check(batch, [*updates, *of_critic], self._ranks)
+        self._watch.check(batch, [*updates, *of_critic], self._ranks, again=again)
         if (kl := self._config.kl).in_reward:
             coefficient, episodes = self._engine.kl_coefficient, sum(len(group) for group in batch.groups)
             tally.add("kl/coefficient", coefficient)

@@ -72,7 +72,8 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
                 try:
                     scored = await p.work("score", p.learner.score, batch)
                     advantages = await p.work("advantages", p.learner.advantages, batch, scored)
-                    metrics = await p.work("update", p.learner.update, batch, scored, advantages)
+                    again = step < p.publisher.published
+                    metrics = await p.work("update", p.learner.update, batch, scored, advantages, again=again)
                 except StepAbandoned:
                     await p.give_up(step)
                     break

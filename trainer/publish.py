@@ -76,6 +76,8 @@ class Publisher(BackgroundWork):
         """This rank's copies, if it keeps some."""
         self.published = 0
         """Newest version that the queue has, or will have when `settle` returns."""
+        self._passed = -1
+        """On rank 0, the newest step that has no groups because the weights of its version were gone."""
         self.last_s = 0.0
         """How long the last version took from copy to announcement."""
         self._newest: Announcement | None = None
@@ -112,7 +114,8 @@ class Publisher(BackgroundWork):
         """Publish the engine's present weights as `version`, in the background.
 
         A version that the queue already has is not published again (a replay after a restart); only if its file is
-        gone, or the queue has forgotten its place, is the current one written anew, if its weights are the same.
+        gone, or the queue has forgotten its place, is the current one written anew, if its weights are the same. If
+        they are others, its step is passed and they are published as the next version.
         """
         await self.settle()
         renew = version == self.published and await self._in_torch(self._ranks.from_rank0, await self._is_gone())
@@ -123,6 +126,10 @@ class Publisher(BackgroundWork):
         if self._files is not None:
             work = self._write(version, partial(write, self._files), renew)
             self._task = asyncio.create_task(work, name=f"publish version {version}")
+        if renew:
+            await self.settle()
+            if await self._in_torch(self._ranks.from_rank0, self._passed == version):
+                await self.announce(version + 1)
 
     async def until_published(self, version: int) -> None:
         """Wait until the queue has `version`, without taking part in the writing. The caller sets the deadline."""
@@ -193,6 +200,8 @@ class Publisher(BackgroundWork):
     async def _pass_on(self, version: int) -> None:
         """Leave the current `version` as it is announced, for good: the weights here get the next number."""
         passed = await self._queue.pass_step(version)
+        if passed:
+            self._passed = version
         logger.error(
             "the weights of version %d are gone, and those here differ from what was announced: its steps were trained "
             "again with other settings or other rounding, or a damaged checkpoint lost their updates. Rollout servers "

@@ -96,14 +96,17 @@ class BadSteps:
         self._skipped = 0
         self._empty = 0
 
-    def check(self, batch: StepBatch, updates: Sequence[Update | None], ranks: Ranks) -> None:
-        """A collective. Raises `TrainingDiverged`, `NothingToTrain`."""
+    def check(self, batch: StepBatch, updates: Sequence[Update | None], ranks: Ranks, *, again: bool = False) -> None:
+        """A collective. `again`: an empty step was let pass or passed when its version was published, and does not
+        count. Raises `TrainingDiverged`, `NothingToTrain`."""
         done = [update for update in updates if update is not None]
         self._skipped = self._skipped + 1 if any(update.skipped for update in done) else 0
-        self._empty = 0 if done else self._empty + 1
         if self._skipped:
             self._say(batch.step, done)
-        if self._empty:
+        if done:
+            self._empty = 0
+        elif not again:
+            self._empty += 1
             self._say_empty(batch, ranks)
 
     def _say(self, step: int, updates: Sequence[Update]) -> None:

@@ -192,7 +192,8 @@ class TransferQueue(Protocol):
     async def pass_step(self, step: int) -> bool:
         """Fix the step of the current version as one without groups: the next version has the same weights.
 
-        Groups that were due in it are over age in the step after it. False (no-op) where it is fixed already.
+        Groups that were due in it are over age in the step after it. A repeat is a no-op; False where the step is of
+        another version or has groups.
         """
 
     async def publish_version(self, announcement: Announcement) -> bool:

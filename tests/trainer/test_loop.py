@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -452,6 +453,28 @@ async def test_a_step_of_which_nothing_is_left_is_passed_with_the_weights_before
     assert [line["updates"] for line in lines(job, "metrics.jsonl")] == [1, 1, 0, 1, 1, 1]
     before, after = ([entry.xxh3 for entry in Manifest.parse(one.manifest).tensors] for one in announced(job, 2, 3))
     assert before == after
+
+
+async def test_an_empty_step_that_was_published_does_not_count_again(tmp_path: Path, tiny_model: str) -> None:
+    """As one that was passed, which has no groups either."""
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
+    job.run.queue.lose_at = (2, 8)
+    await crash(job, "after", "publish_version", 4)
+    await train(replace(job, config=job.config.model_copy(update={"max_bad_steps": 0})))
+    assert job.run.queue.version == 6
+
+
+async def test_other_weights_of_the_last_version_get_the_next_number(tmp_path: Path, tiny_model: str) -> None:
+    """No step follows that would publish it, and the last evaluation would wait for a file that is gone."""
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 4})
+    await crash(job, "after", "publish_version", 6)
+    shutil.rmtree(job.weights_dir)
+    await train(replace(job, config=job.config.model_copy(update={"lr": 1e-2})))
+    (newest,) = announced(job, 7)
+    assert job.run.queue.version == 7
+    final = final_weights(job)
+    published = read_verified(Manifest.parse(newest.manifest))
+    assert all(torch.equal(published[name], final[name]) for name in final)
 
 
 def announced(job: TrainJob, *versions: int) -> list[Announcement]:

@@ -179,9 +179,13 @@ return lost
 
 -- script: pass_step
 -- needs: run, trainer, fenced
--- ARGV: step. Fixes the step of the current version as one without groups. Returns 1, or 0 if it is fixed already.
+-- ARGV: step. Fixes the step of the current version as one without groups. Returns 1 if it is such a step, else 0.
 local step = tonumber(ARGV[1])
-if step ~= run.next_step or step ~= run.version then return 0 end
+if step ~= run.version then return 0 end
+if step ~= run.next_step then
+  local batch = call('HGET', STEPS, 'batch:' .. step)
+  return batch and #cmsgpack.unpack(batch) == 0 and 1 or 0
+end
 call('HSET', STEPS, 'batch:' .. step, cmsgpack.pack({}), 'lost:' .. step, run.groups_per_step, 'next_step', step + 1)
 call('HINCRBY', key('counts'), 'payload_lost_groups', 0)  -- `status` looks for steps with fewer groups where this is there
 return 1

@@ -23,7 +23,8 @@ pytestmark = [
 
 
 def learn_faster(run: KilledRun) -> None:
-    run.settings = {**SETTINGS, "lr": 1e-2}
+    """A step that is passed is no bad one."""
+    run.settings = {**SETTINGS, "lr": 1e-2, "max_bad_steps": 0}
 
 
 def damage_newest_checkpoint(run: KilledRun) -> None:
