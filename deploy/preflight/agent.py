@@ -260,6 +260,7 @@ def _bound(config: RunConfig, longest: int) -> str:
 def check_prompts(config: RunConfig) -> Check | None:
     """Prompts as the workers will render them, tools included, against what is left of the context for them."""
     from penstock.agent_loops import AgentError
+    from penstock.sandbox import SandboxError
     from penstock.trainer import DataError
 
     if not Path(config.model).is_dir():
@@ -268,8 +269,8 @@ def check_prompts(config: RunConfig) -> Check | None:
         rows = first_rows(config, ROWS)
         lengths = _lengths(config, [row.messages for row in rows])
         response = _longest_response(config)
-    except (AgentError, DataError, BadSpec, ValueError, OSError):
-        return None  # `check_data`, `check_template` or `check_lengths` says so
+    except (AgentError, DataError, BadSpec, SandboxError, ValueError, OSError):
+        return None  # `check_data`, `check_template`, `check_lengths` or `check_sandbox` says so
     room = config.rollout.max_model_len - response
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     return Check(

@@ -220,7 +220,7 @@ def _highest_id(file: Path) -> int:
 
 
 def check_context(config: RunConfig) -> Check | None:
-    """Positions beyond those that the model was trained on; stock engines refuse to start with them."""
+    """Check that the model has the positions of `rollout.max_model_len`, unless its config scales them."""
     folder = Path(config.model)
     if not folder.is_dir():
         return None
@@ -230,12 +230,10 @@ def check_context(config: RunConfig) -> Check | None:
         return None  # `check_model` says so
     most, positions = context_length(declared), config.rollout.max_model_len
     scaling = declared.get("rope_scaling") or declared.get("rope_parameters") or {}
-    # YaRN and its like: the engine works the length out.
+    # With YaRN and the like the engine derives the length.
     kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else "default"
     if positions <= most or kind != "default":
         return Check("context length", True, f"{positions} of {most} positions")
     detail = f"rollout.max_model_len is {positions}, the model has {most} positions"
     fix = f"set rollout.max_model_len to {most} or less, or take a model with a longer context"
-    if config.rollout.engine == "hf":
-        return warning("context length", detail, fix)
     return Check("context length", False, detail, fix)

