@@ -78,6 +78,18 @@ class RunDir:
                 write_atomically(copy, file.read_bytes())
         write_atomically(self.config, dump_config(config, self.root))
 
+    def is_alive(self) -> bool:
+        """Return True if the head that connect.env names has not ended, as far as this machine can tell.
+
+        The lock may say nothing of a head on another machine.
+        """
+        try:
+            lines = self.connect_env.read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return False  # it has ended, ends at this moment, or is another user's
+        head = next((line.removeprefix(HEAD_LINE) for line in lines if line.startswith(HEAD_LINE)), "")
+        return not process_has_ended(head)
+
     def changed_code(self, config: RunConfig) -> list[Path]:
         """Return the Python files of `config` whose text is not the one that the run has a copy of."""
         copies = {file: self._copy_of(file) for file in code_files(config) if not file.is_relative_to(self.root)}
@@ -122,19 +134,10 @@ class RunLock:
 
 
 def _is_untrained(root: Path) -> bool:
-    """Return True if a run ended here, or was killed, and trained no step.
-
-    A living run has a connect.env, which names its head: the lock may say nothing of one on another machine.
-    """
+    """Return True if a run ended here, or was killed, and trained no step."""
     run = RunDir(root)
-    try:
-        lines = run.connect_env.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        pass  # also where the run ends at this moment
-    else:
-        head = next((line.removeprefix(HEAD_LINE) for line in lines if line.startswith(HEAD_LINE)), "")
-        if not process_has_ended(head):
-            return False
+    if run.is_alive():
+        return False
     files = (run.metrics, run.steps, run.evaluations)
     folders = (run.checkpoints, run.batches, run.trajectories, root / "model")
     return (

@@ -19,14 +19,15 @@ EVERY_S = 1.0
 
 def status(
     run: Annotated[
-        str | None, typer.Argument(help="Name of a run, or its folder [PENSTOCK_RUN].", metavar="[RUN]")
+        str | None, typer.Argument(help="Name of a run, or its folder [PENSTOCK_RUN].", metavar="RUN")
     ] = None,
     runs_dir: RunsDir = Path("runs"),
     *,
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until the run ends or Ctrl-C.")] = False,
 ) -> None:
-    """Show what a run is doing: what waits for what, queues, servers, staleness, reward, restarts, time left.
+    """Show what a run is doing: what waits for what, queues, servers, staleness, reward, restarts, time left. Without a
+    name, list the runs.
 
     Reads the queue of a running run and the folder of a finished one. For a run whose folder is on another machine,
     source its connect.env first: . connect.env; penstock status
@@ -34,19 +35,38 @@ def status(
     Examples: penstock status calculator --watch
     penstock status runs/mine --json
     """
-    folder, name = _place(run, runs_dir)
+    from penstock.deploy.run.connection import RUN_VARIABLE
+
+    name = run or os.environ.get(RUN_VARIABLE, "")
+    if not name:
+        if watch:
+            raise typer.BadParameter(f"RUN is missing, and {RUN_VARIABLE} is not set: --watch refreshes one run")
+        _list(runs_dir.resolve(), as_json=as_json)
+        return
+    folder, name = _place(name, runs_dir)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_watch(folder, name) if watch and not as_json else _once(folder, name, as_json=as_json))
 
 
-def _place(run: str | None, runs_dir: Path) -> tuple[Path, str]:
+def _list(folder: Path, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from penstock.deploy.run.status import draw_runs, list_runs
+
+    runs = list_runs(folder)
+    if as_json:
+        print(json.dumps({"runs": runs}))
+    elif runs:
+        Console(highlight=False).print(draw_runs(runs))
+    else:
+        print(f"{folder}: no runs; start one with `penstock run`, or name another folder: penstock status RUNS/NAME")
+
+
+def _place(name: str, runs_dir: Path) -> tuple[Path, str]:
     """Folder of the runs, and the run's name."""
     from penstock.deploy.run.connection import RUN_VARIABLE
     from penstock.deploy.run_dir import no_such_run
 
-    name = run or os.environ.get(RUN_VARIABLE, "")
-    if not name:
-        raise typer.BadParameter(f"RUN is missing, and {RUN_VARIABLE} is not set")
     path = Path(name)
     folder, name = (path.resolve().parent, path.name) if path.name != name else (runs_dir.resolve(), name)
     if not (folder / name).is_dir() and os.environ.get(RUN_VARIABLE) != name:

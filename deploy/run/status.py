@@ -1,8 +1,11 @@
-"""`penstock status`: a run's state as one mapping (`run_state`), and as lines for a terminal (`draw_state`)."""
+"""`penstock status`: a run's state as one mapping (`run_state`), and as lines for a terminal (`draw_state`); all runs
+of a folder (`list_runs`, `draw_runs`)."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -11,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.dashboard import Pulse, RunFiles, advise, flat, rollout_idle
+from penstock.deploy.run_dir import RunDir
 
 RECENT_STEPS = 10
 QUEUE_FACTS = ("version", "committed_step", "groups", "episodes", "workers", "waits_s", "ages_s", "unconsumed_bytes")
@@ -169,6 +173,34 @@ def _servers(servers: list[dict[str, Any]]) -> Table:
         takes = "evaluations" if one["evaluates"] else "yes" if one["accepting"] else "no"
         numbers = (str(one["version"]), str(one["lag"]), str(one["in_flight"]))
         table.add_row(Text(one["server_id"]), *numbers, takes, f"{one['age_s']:.1f} s ago", Text(one["url"]))
+    return table
+
+
+def list_runs(folder: Path) -> list[dict[str, Any]]:
+    """Return a line per run of a folder of runs, newest first; ``quiet_s`` is the time since the last step."""
+    configs = sorted(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    return [_line_of(file.parent) for file in configs]
+
+
+def _line_of(root: Path) -> dict[str, Any]:
+    run, files = RunDir(root), RunFiles(root)
+    line, written = files.overview(), None
+    if line["written_unix_s"] is not None:
+        written = round(max(0.0, time.time() - line["written_unix_s"]), 1)
+    ended = line["finished"] or run.ended.exists()
+    state = "running" if run.is_alive() else "ended" if ended else "unfinished"
+    facts = {"step": line["steps"], "steps": line["steps_planned"], "reward": line["reward"]}
+    return {"run": root.name, "state": state, **facts, "quiet_s": written}
+
+
+def draw_runs(runs: Sequence[Row]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("run", "state", "step", "reward", "last step"):
+        table.add_column(column)
+    for one in runs:
+        age = "–" if one["quiet_s"] is None else f"{_time(one['quiet_s'])} ago"
+        step = f"{one['step']} of {_or_dash(one['steps'])}"
+        table.add_row(Text(one["run"]), one["state"], step, _number(one["reward"]), age)
     return table
 
 

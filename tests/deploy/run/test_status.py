@@ -12,6 +12,7 @@ from tests.dashboard.living_run import LivingRun
 from tests.dashboard.recorded import write_config, write_rows
 from typer.testing import CliRunner, Result
 
+from penstock.common import process_identity
 from penstock.deploy import RunConnection, app
 
 pytestmark = [pytest.mark.redis, pytest.mark.torch]
@@ -98,6 +99,18 @@ async def test_a_run_whose_folder_is_elsewhere(
     assert (state["run"], state["alive"], state["step"], state["reward"]) == ("mine", True, 3, None)
 
 
-async def test_a_name_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PENSTOCK_RUN", raising=False)
-    assert "RUN is missing" in (await invoke()).stderr
+async def test_without_a_name_the_runs_are_listed(living: LivingRun) -> None:
+    """A killed run has a connect.env too: of a head that has ended."""
+    runs = living.root.parent
+    for name, steps in (("ended", 2), ("killed", 1)):
+        write_config(runs / name, "trainer: {steps: 9}\n")
+        write_rows(runs / name, [{"step": step, "reward": 0.5} for step in range(steps)])
+    (runs / "ended" / "ended.json").write_text('{"version": 2, "why": "no progress"}')
+    (runs / "killed" / "connect.env").write_text(f"# head: {process_identity()}0\n")
+    listed = (await state_of("--runs-dir", str(runs)))["runs"]
+    states = {one["run"]: (one["state"], one["step"], one["steps"]) for one in listed}
+    assert states == {"mine": ("running", 3, 50), "ended": ("ended", 2, 9), "killed": ("unfinished", 1, 9)}
+    lines = (await invoke("--runs-dir", str(runs))).stdout.splitlines()
+    assert [line.split()[:5] for line in lines if "ended" in line] == [["ended", "ended", "2", "of", "9"]]
+    assert "RUN is missing" in (await invoke("--watch", "--runs-dir", str(runs))).stderr
+    assert "penstock run" in (await invoke("--runs-dir", str(runs / "nothing"))).stdout
