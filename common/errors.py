@@ -7,7 +7,8 @@ import sysconfig
 import traceback
 
 USERS_FAULTS = (Exception, SystemExit)
-"""What code of users may end with. A `SystemExit` that leaves a task ends the process with all other episodes."""
+"""Exceptions with which users' code may end. A `SystemExit` that leaves a task ends the process with all other
+episodes."""
 _NOT_THEIRS = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
     *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),

@@ -34,8 +34,8 @@ RECIPES = Path(penstock.__file__).parent / "recipes"
 NO_TASKS = "none"
 """`data.train` of a recipe for `penstock sft` that names no tasks."""
 RUN_FILE, ABOVE, CODE = "config.yaml", "..", "code"
-"""In a run's folder: its configuration, whose `runs_dir` is the folder above wherever that is, and copies of the Python
-files that it names, each under its absolute path."""
+"""Names in a run's folder: its configuration, the `runs_dir` in it (the folder above, wherever that is), and the copies
+of the Python files that it names, each under its absolute path."""
 STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 
 

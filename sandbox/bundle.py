@@ -13,7 +13,7 @@ from pathlib import Path
 from penstock.sandbox.protocol import SandboxError
 
 MODULES = ("capture", "children", "interpreter", "shell", "persistent", "memory", "forward", "calls", "driver")
-"""In import order: each finds those before it in `sys.modules`."""
+"""Modules in import order: each finds the earlier ones in `sys.modules`."""
 ZYGOTE_MODULES = (*MODULES, "zygote")
 KEEPER_MODULES = (*MODULES, "relay", "keeper")
 PACKAGE = "penstock.sandbox.inside"

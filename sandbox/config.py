@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator,
 from penstock.sandbox.protocol import OWN_FOLDERS
 
 DEFAULT_IMAGE = "default"
-"""In `warm`: the backend's own default image."""
+"""The backend's own default image, as a key of `warm`."""
 
 
 class CallerConfig(BaseModel):

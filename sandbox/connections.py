@@ -30,7 +30,7 @@ class BoxConnection:
         self.number = number
         self._send = send
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """From the program; None: nothing follows."""
+        """Chunks from the program; None: nothing follows."""
         self._room = WINDOW_BYTES
         """Bytes that may be sent to the program now."""
         self._buffered_bytes = 0

@@ -71,7 +71,7 @@ class BaseTool(ABC):
     pure: bool = False
     """The result follows from the arguments alone, without effects: a worker asks once and remembers."""
     replayable: bool = True
-    """Where a state is lost, this tool's own earlier calls bring it back. False: the episode starts afresh."""
+    """True if the tool's own earlier calls restore a lost state. False: the episode starts afresh."""
     turn_group: str | None = None
     """Calls of tools of one group run in the order in which the model wrote them; others run in parallel."""
     needs_sandbox: bool = True

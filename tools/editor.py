@@ -74,7 +74,7 @@ def line_range(text: str, bounds: list[int] | None, path: str) -> tuple[int, int
 
 
 MAX_BYTES = 4 << 20
-"""Of one file's history; the oldest steps go first."""
+"""Limit of one file's history; the oldest steps go first."""
 
 
 class EditHistory:

@@ -31,7 +31,7 @@ class EpisodeBox:
     """Opened at the first call of any of its tools, closed when the last of them has released it."""
 
     folder = ""
-    """Where relative paths of the editor begin; empty: where the session begins."""
+    """Folder in which relative paths of the editor begin; empty: the session's first one."""
     begin = ""
     """Shell text that the box's first shell runs before its first command."""
     variables: Mapping[str, str] = MappingProxyType({})
@@ -124,7 +124,7 @@ class BoxTool(BaseTool):
     create_timeout_s = 300.0
     """Longer than a sandbox lets anyone wait for a free box: its refusal names the setting, this deadline cannot."""
     box_kind: type[EpisodeBox] = EpisodeBox
-    """What it works in. Tools of one recipe agree on it: the first one that is called opens the box for all."""
+    """Class of the box. Tools of one recipe agree on it: the first one that is called opens the box for all."""
 
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
         """Raises `ValueError` without a sandbox."""

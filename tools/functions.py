@@ -55,7 +55,7 @@ def _arguments(lines: list[str]) -> dict[str, str]:
 
 
 THE_CALLS_FAULT = (ValueError, TypeError, LookupError, ArithmeticError)
-"""What a function raises for arguments it cannot use: the model reads it and may try again."""
+"""Exceptions that a function raises for arguments it cannot use: the model reads them and may try again."""
 
 
 class FunctionTool(BaseTool):

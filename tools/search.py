@@ -12,7 +12,7 @@ from penstock.tools.base import BaseTool, ToolInfraError, ToolResult
 from penstock.tools.http import JsonClient
 
 TOKEN_VARIABLE = "PENSTOCK_SEARCH_TOKEN"  # noqa: S105
-"""Its own variable: the run's token must not go to a server that is not part of the run."""
+"""Variable of its own: the run's token must not go to a server that is not part of the run."""
 
 
 class SearchTool(BaseTool):

@@ -31,7 +31,7 @@ DIALECTS = tuple(
 """Tried in order for a schema without `$schema`; OpenAPI 3.0, which has `nullable` too, and older generators write
 the later ones."""
 _VALIDATORS: dict[int, Any] = {}
-"""By the id of a schema."""
+"""Validators by the id of a schema."""
 
 
 def check_schema(tool: str, schema: Mapping[str, Any]) -> None:

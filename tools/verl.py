@@ -14,7 +14,7 @@ MARGIN_S = 5.0
 IGNORED = ("type", "enable_global_rate_limit", "use_mcp")
 """Keys that choose between ways of working of which there is one here."""
 ELSEWHERE = ("sandbox_fusion_url", "default_language", "memory_limit_mb")
-"""Where and how verl runs code; here the recipe's `sandbox` says so."""
+"""Settings for the place and the way in which verl runs code; here the recipe's `sandbox` determines both."""
 LIMITS = ("rate_limit", "num_workers")
 log = logging.getLogger(__name__)
 

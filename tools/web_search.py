@@ -34,7 +34,7 @@ class SearchApi:
     path: tuple[str, ...]
     """Keys that lead to the list of results."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Where a result's `title`, `url` and `text` have other names."""
+    """Names that a result has instead of `title`, `url` and `text`."""
 
     def results(self, answer: Any) -> list[dict[str, str]]:
         """Raises `TypeError` or `AttributeError` on an answer of another shape; a missing list means no results."""

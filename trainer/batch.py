@@ -44,9 +44,9 @@ class ModelLimits:
     """Longest row, in tokens."""
     vocab: int
     width: int = 1024
-    """Of its hidden states: from how long a row on attention costs as much as all else."""
+    """Width of the hidden states: it determines the row length from which attention costs as much as all else."""
     mixtures: Mixtures | None = None
-    """Its layers with experts, if it replays the engine's choices."""
+    """Layers with experts, if the engine's choices are replayed."""
     image_token: int | None = None
     """Id that stands for a part of an image; None: it is trained without images."""
 
@@ -310,7 +310,8 @@ def _check_ids(ids: NDArray[np.int64], where: str, model: ModelLimits) -> None:
 
 
 GREEDY_MEMBER = 0
-"""Of each group, where the algorithm needs a greedy episode: it is the baseline and is not trained on."""
+"""Member of each group that is sampled greedily for algorithms that need it: it is the baseline and is not trained on.
+"""
 
 
 def without_greedy(batch: StepBatch) -> StepBatch:

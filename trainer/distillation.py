@@ -47,7 +47,8 @@ from penstock.trainer.advantages import Advantages
 from penstock.trainer.config import DistillConfig
 
 LEAST_REST = 1e-6
-"""Of a teacher's rest: what is less is rounding of the k logprobs, and would make up a price of the policy's rest."""
+"""Smallest rest of a teacher: a smaller one is rounding of the k logprobs, and would invent a cost of the policy's
+rest."""
 
 
 def teacher_gap(logprobs: Tensor, teacher: Tensor, clip: float, *, keep_slope: bool = False) -> Tensor:

@@ -52,7 +52,7 @@ class Engine(Protocol):
     temperature: float
     """Logprobs are those of logits / temperature."""
     kl_coefficient: float
-    """Of trainer.kl.in_reward, as it was steered to; a checkpoint keeps it."""
+    """Coefficient of trainer.kl.in_reward after its adaptation; a checkpoint stores it."""
 
     @property
     def flops(self) -> Flops | None:

@@ -22,7 +22,7 @@ class TrainJob:
     """One run of the trainer. Every rank is given the same job."""
 
     run: RunContext
-    """Its queue holds a run created with `limits`."""
+    """Run whose queue was created with `limits`."""
     config: TrainerConfig
     limits: Limits
     run_dir: Path
@@ -31,7 +31,7 @@ class TrainJob:
     """Published versions are written here; the folder is the trainer's own."""
     data: DataConfig
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """How versions travel to the servers, and what these compute in: more bytes would be rounded away there."""
+    """Transport of versions to the servers, and the servers' dtype: more bytes would be rounded away there."""
     temperature: float = 1.0
     """The sampling temperature of training episodes: the engine's logprobs are those of logits / temperature."""
     lost_payloads: Literal["drop", "strict"] = "drop"
@@ -41,7 +41,7 @@ class TrainJob:
     stop_timeout_s: float = 60.0
     """After a cancellation: time for the step under way, the last checkpoint and its commit."""
     turn: TurnSettings | None = None
-    """Of devices that the ranks share with rollout engines; None: they are the trainer's own."""
+    """Turns on devices that the ranks share with rollout engines; None: they are the trainer's own."""
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The run's resolved recipe as plain data, for sinks that show it."""
     watchers: Sequence[MetricSink] = ()

@@ -69,7 +69,7 @@ class Publisher(BackgroundWork):
             )
         self._broadcasts = rollout.manifest_transport == "broadcast"
         self._finds_changes = rollout.weights_full_every > 1 and not self._broadcasts
-        """Whether versions are compared: what is broadcast is full."""
+        """True if versions are compared: a broadcast is always full."""
         self._is_spread = self._broadcasts or ranks.world > 1
         """True if each rank keeps a copy of its share."""
         self._source: WeightSource | None = None
@@ -79,9 +79,9 @@ class Publisher(BackgroundWork):
         self._passed = -1
         """On rank 0, the newest step that has no groups because the weights of its version were gone."""
         self.last_s = 0.0
-        """How long the last version took from copy to announcement."""
+        """Seconds that the last version took from copy to announcement."""
         self._newest: Announcement | None = None
-        """What this process announced last."""
+        """The version that this process announced last."""
         self._out = 0
         self._changed = asyncio.Condition()
 

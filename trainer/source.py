@@ -62,7 +62,7 @@ class BatchSource:
         self._step = -1
         self._waiting_since: float | None = None
         self.last_wait_s = 0.0
-        """How long the loop waited in the last `take`."""
+        """Seconds that the loop waited in the last `take`."""
 
     def prefetch(self, step: int) -> None:
         if self._step != step and step < self._job.config.steps:

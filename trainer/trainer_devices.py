@@ -39,7 +39,7 @@ class TrainerDevices:
         self._engine: SharingEngine | None = None
         self._needs = ALL_THAT_IS_FREE
         self.last_wait_s = 0.0
-        """How long the last turn was waited for."""
+        """Seconds of waiting for the last turn."""
         self._inside = False
 
     @asynccontextmanager

@@ -47,7 +47,7 @@ class TurnCall:
     number: int
     """Number of the holder's call, ascending: a repeat, or one that was overtaken, changes nothing."""
     holds: bool
-    """It wants to hold the devices, or holds them; False: it rests."""
+    """True if it wants or holds the devices; False if it rests."""
     ttl_s: float
     bytes: int = 0
     """Claimed of the devices' memory from now on; `ALL_THAT_IS_FREE`."""

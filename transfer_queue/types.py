@@ -377,7 +377,7 @@ class ServerInfo:
     refusal: str = ""
     """Why, for people."""
     asleep: bool = False
-    """Its devices are the trainer's for the moment: it takes no requests until it has them back."""
+    """True while its devices are the trainer's: it takes no requests until it has them back."""
     engine: str = ""
     """Name and version of its engine; empty of an older server. Those of one run are alike."""
     age_s: float = field(default=0.0, compare=False)

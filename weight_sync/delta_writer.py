@@ -42,7 +42,7 @@ class DeltaPlan:
     base: int
     """The version that it changes."""
     changes: Sequence[PlannedChange | None]
-    """Of each tensor of the stream; None where nothing changed."""
+    """Changes of each tensor of the stream; None if nothing changed."""
 
     @property
     def changed(self) -> list[PlannedChange]:
@@ -121,7 +121,7 @@ class _Data:
         self._counts = [tensor.nbytes // ITEM_BYTES[tensor.dtype] for tensor in source.tensors]
         self._tensor = -1
         self._coder = IndexCoder("whole", 0)
-        """Of the tensor of that number."""
+        """Coder of the tensor of that number."""
 
     def add(self, bucket: MarkedBucket) -> None:
         for part in bucket.parts:

@@ -80,7 +80,7 @@ class ChainFile:
     bytes: int
     """Length of the file."""
     xxh3: str
-    """Of the whole file."""
+    """Checksum of the whole file."""
     state: str
     """`state_of` the tensors once the file is applied."""
 

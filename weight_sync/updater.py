@@ -41,7 +41,7 @@ class LoadReport(BaseModel):
     fetch_s: float
     """Reading and verifying the bytes, while decoding continues."""
     pause_s: float
-    """From the end of decoding to its continuation."""
+    """Seconds from the end of decoding to its continuation."""
     load_s: float
     """Copying into the model, part of the pause."""
     in_flight: int
@@ -67,7 +67,7 @@ class WeightsStatus(BaseModel):
     """Announced, as last read from the queue."""
     behind_versions: int
     behind_s: float
-    """How long newer weights have been known and not loaded."""
+    """Seconds for which newer weights have been known and not loaded."""
     last: LoadReport | None
     """The last load that succeeded."""
     refused: int | None
@@ -147,9 +147,9 @@ class WeightUpdater:
         self._name, self._connection, self._fetch, self._metrics = name, connection, fetch, metrics
         self._may_move = may_move
         self._loaded: Announcement | None = None
-        """What the engine holds; None for the model itself."""
+        """The version that the engine holds; None for the model itself."""
         self._mark: AnnouncementMark | None = None
-        """Of `newest`, as the queue gave it right before."""
+        """Mark of `newest`, as the queue returned it right before."""
         self._retry_at = 0.0
         """Weights that could not be fetched are asked for again from then on."""
         self._behind_since: float | None = None

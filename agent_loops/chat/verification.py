@@ -53,7 +53,7 @@ class TemplateVerification:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Role of a message → why it cannot follow a reply: `ChatTokens.render` raises this reason."""
     renewing: frozenset[str] = frozenset()
-    """Of those, the roles before which `ChatTokens.go_on` begins a new segment."""
+    """The roles among those before which `ChatTokens.go_on` begins a new segment."""
 
     def summary(self, thinking_history: str) -> str:
         """One line for the log."""

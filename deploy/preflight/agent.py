@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 ROWS = 512
-"""Whose prompts are rendered."""
+"""Number of rows whose prompts are rendered."""
 
 
 @contextlib.contextmanager

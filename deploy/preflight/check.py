@@ -17,7 +17,7 @@ class Check:
     found: str
     fix: str = ""
     skipped: bool = False
-    """It could not be asked here, or does not matter; `found` says why."""
+    """The check could not be made here, or does not matter; `found` has the reason."""
     warns: bool = False
     """The run can continue with it, and would do better without."""
 

@@ -50,9 +50,9 @@ FIXES = {
     "processes": "lower agent.workers, rollout.servers or trainer.ranks",
 }
 USABLE = 0.9
-"""Of a device's memory where a trainer is: the rest is fragments of torch's allocator."""
+"""Usable share of a device's memory with a trainer: the rest is fragments of torch's allocator."""
 CLAIMS = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fraction_static", 0.9)}
-"""What each engine calls its share of a device, and about what it takes where the recipe does not say."""
+"""Each engine's name for its share of a device, and its approximate default."""
 ENGINES = "engines"
 PROCESS = "context and NCCL"
 ASLEEP = "processes asleep"
@@ -120,7 +120,7 @@ class Gpus:
 
     count: int
     bytes: int
-    """Of each."""
+    """Bytes per device."""
 
 
 def check_device(name: str, config: RunConfig, shape: ModelShape, gpus: Gpus) -> Check:
@@ -203,7 +203,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "trainer.offload=true": {"offload": True},
     "trainer.recompute=true trainer.offload=true": {"recompute": True, "offload": True},
 }
-"""Of the trainer's settings, what changes nothing that is learned; first the ones that cost least."""
+"""Settings of the trainer that change nothing that is learned; the cheapest first."""
 
 
 def _fix(config: RunConfig, shape: ModelShape, gpus: Gpus, parts: Mapping[str, float]) -> str:
@@ -243,7 +243,7 @@ class RecipeMemory:
     check: Check
     model: str = ""
     sizes: str = ""
-    """Where the model's sizes are from."""
+    """Source of the model's sizes."""
     gpus: Gpus | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     """Bytes of the fullest device."""

@@ -39,7 +39,7 @@ class BadModelFiles(ValueError):
 class WeightFiles:
     shapes: Mapping[str, tuple[int, ...]]
     bytes: int
-    """Of the files."""
+    """Size of the files."""
 
     @property
     def parameters(self) -> int:

@@ -34,7 +34,7 @@ class ModelShape:
     routed: int = 0
     """Experts of a token in a mixture; 0 in a dense model."""
     dtype: str = "float32"
-    """That the model's config names for its weights."""
+    """Dtype of the weights in the model's config."""
 
 
 def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | None:

@@ -102,7 +102,7 @@ def _own_name() -> Check:
 
 ANSWER_DEADLINE_S = 5.0
 OVERHEAD = 1.1
-"""Of what `max_bytes` counts, in Redis's memory."""
+"""Redis's memory per byte that `max_bytes` counts."""
 
 
 def check_redis(config: RunConfig) -> Check:

@@ -74,7 +74,7 @@ def check_sandbox(config: RunConfig) -> Check | None:
 OUTSIDE = ("1.1.1.1", 53)
 """A name server that everybody reaches who reaches the internet; connected to, never asked."""
 NO_PYTHON = "no python3"
-"""What boxes of an image without it say."""
+"""Error of a box whose image has no Python."""
 BACKEND = "use sandbox.backend=bwrap or docker on this machine, or remote with a server that does"
 _CONNECT = """
 import socket

@@ -24,7 +24,7 @@ from penstock.rollout_server import RolloutConfig
 
 REPORTED = ("torch", "transformers", "redis", "numpy")
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Of NVIDIA's driver, of WSL's, of AMD's."""
+"""Device files of the drivers of NVIDIA, WSL and AMD."""
 TRAINER = ("torch", "safetensors", "tensorboard", "matplotlib")
 
 

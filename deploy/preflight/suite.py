@@ -130,7 +130,7 @@ EVALUATION: tuple[Asked, ...] = (
     check_loop,
     check_template,
 )
-"""What would end an evaluation: of the trainer, of a step's size and of the recipe's own data it needs nothing."""
+"""Checks of what would end an evaluation, which needs no trainer, no step and none of the recipe's own data."""
 JOINING: tuple[Asked, ...] = (
     check_versions,
     check_open_files,
@@ -143,7 +143,7 @@ JOINING: tuple[Asked, ...] = (
     check_sandbox,
     check_search,
 )
-"""What a machine needs that joins a living run with servers or workers."""
+"""Checks of a machine that joins a running run with servers or workers."""
 OF_THIS_MACHINE: frozenset[Asked] = frozenset(
     (check_ports, check_devices, check_dtype, check_engine, check_trainer, check_size, check_shared_memory, check_room)
 )

@@ -166,7 +166,7 @@ class EpisodeEndpoint:
 
 
 _ASKED: ContextVar[EpisodeEndpoint] = ContextVar("asked")
-"""Whose request this task answers: each request has a separate task."""
+"""The session whose request this task answers: each request has a separate task."""
 
 
 @functools.cache

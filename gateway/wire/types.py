@@ -85,7 +85,7 @@ class SampledToken:
     """One sampled token as clients see it."""
 
     text: str
-    """Its text; ``bytes:\\xf0\\x9f`` for a part of a character."""
+    """Text of the token; ``bytes:\\xf0\\x9f`` for a part of a character."""
     raw: bytes
     """UTF-8; joined over an answer these are its text, special tokens included."""
     logprob: float

@@ -41,7 +41,7 @@ UID_BASE = 1_879_048_192
 """Above every range that distributions and container engines hand out; 16 Mi uids from here."""
 _UIDS = UidBlocks(UID_BASE, 1024, 16384)
 INSIDE_UID = 1000
-"""Of every box's code, whatever uid the box has outside."""
+"""Uid of the code in every box, with any uid outside."""
 _NAMES = (
     f"root:x:0:0::/root:/bin/sh\nbox:x:{INSIDE_UID}:{INSIDE_UID}::/tmp:/bin/sh\n".encode(),
     f"root:x:0:\nbox:x:{INSIDE_UID}:\n".encode(),

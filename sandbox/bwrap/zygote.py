@@ -144,7 +144,7 @@ class Zygote:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._waiting: deque[asyncio.Future[ForkedProcess]] = deque()
-        """In the order of their requests."""
+        """Waiters in the order of their requests."""
         self._starting = asyncio.Lock()
 
     async def fork(self, descriptors: list[int], uid: int | None) -> ForkedProcess:

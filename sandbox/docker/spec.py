@@ -16,7 +16,7 @@ UID_BASE = 1_895_825_408
 _UIDS = UidBlocks(UID_BASE, 1024, 16384)
 _FIRST_REMAPPED_UID = 20_000
 _REMAPPED_UIDS = UidBlocks(_FIRST_REMAPPED_UID, 64, 703)
-"""As many as an engine that remaps uids has."""
+"""Number of uids of an engine that remaps them."""
 OPEN_FILES = 256
 NO_CORE = 1
 """Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""

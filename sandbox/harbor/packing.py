@@ -20,7 +20,7 @@ class BuildContext:
 
     folder: Path
     dockerfile: str
-    """Its text, which may be more than the folder's file says."""
+    """Text of the Dockerfile, which may have more than the folder's file."""
     left_out: frozenset[str] = frozenset()
     """Names right in `folder` that are no part of it."""
 

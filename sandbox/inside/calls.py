@@ -135,7 +135,7 @@ def verdict(run: WatchedRun, processes: ChildTable, broken: str | None) -> dict[
 
 
 TABLE = "/proc/sysvipc/shm"
-"""Of the reader's own namespace. After a line of headings: key, shmid, perms, size, cpid, lpid, nattch, ..."""
+"""Table of segments in the reader's own namespace. After a line of headings: key, shmid, perms, size, cpid, lpid, …"""
 
 
 def remove_orphan_segments() -> None:

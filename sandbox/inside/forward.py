@@ -74,7 +74,7 @@ class ForwardedPort:
         self._listener: socket.socket | None = None
         self._epoll: select.epoll | None = None
         self._streams: dict[int, ForwardedStream] = {}
-        """By number; a number is used once."""
+        """Streams by number; a number is used once."""
         self._by_fd: dict[int, ForwardedStream] = {}
         self._watched: dict[int, int] = {}
         """Descriptor → what epoll is asked for."""

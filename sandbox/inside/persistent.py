@@ -25,7 +25,7 @@ class PersistentChild:
         self.outcomes = outcomes
         self.last_exit_code = 0
         self.doomed = False
-        """It was asked to end; `settle` forgets it."""
+        """True if it was told to end; `settle` forgets it."""
 
     def close(self) -> None:
         os.close(self.requests)

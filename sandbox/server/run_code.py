@@ -26,7 +26,7 @@ router = APIRouter()
 PROGRAMS = {"python": ("main.py", "python3"), "bash": ("main.sh", "bash")}
 """Language → file that the code is written to, program that runs it."""
 FOLDER = "run"
-"""In the box's /tmp: where code and files lie, and where the code runs."""
+"""Folder in the box's /tmp with code and files, in which the code runs."""
 
 
 def _known(language: str) -> str:

@@ -51,7 +51,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     lambda value: value.last,
     lambda value: True,
 )
-"""By name; each record's last one; any."""
+"""Guesses: values chosen by name; the last value of each record; any value."""
 
 
 def changed_data(files: Mapping[str, bytes], selects: Strategy, dice: random.Random, odds: float) -> dict[str, bytes]:

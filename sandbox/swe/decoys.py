@@ -70,7 +70,7 @@ class Round:
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Ids that are others in this run, because a value that they are made of is another one."""
     is_true: bool = False
-    """Its expectations are the task's own."""
+    """True if its expectations are the task's own."""
 
     @classmethod
     def true(cls, task: SweTask, changes: BoxChanges) -> Round:

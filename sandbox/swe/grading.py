@@ -73,8 +73,8 @@ class TaskCheck:
     oracle: tuple[Grade, ...]
     null: tuple[Grade, ...]
     open_to_cheats: tuple[str, ...] = field(default=())
-    """Of FAIL_TO_PASS, tests whose decoys change no expected value: they compare the other way round, or have none.
-    Code that reads what its caller expects passes these."""
+    """Tests of FAIL_TO_PASS whose decoys change no expected value: they have none, or only inverted comparisons. Code
+    that reads the expected value from its caller passes these."""
 
     @property
     def flaky(self) -> tuple[str, ...]:

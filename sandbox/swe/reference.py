@@ -43,8 +43,8 @@ ROOM = 16.0
 PATIENCE = 4.0
 """Time limits of another patch, in what the reference patch uses, if that is more than the task's."""
 ATTEMPTS = (*((strategy, 1.0) for strategy in STRATEGIES[:-1]), *[(STRATEGIES[-1], 0.4)] * 2)
-"""How values of data files are tried: all likely expectations at once, and some of all values, since a test whose input
-changed shows nothing about what it expects."""
+"""Attempts at the values of data files: all likely expectations at once, then a random part of all values, since a test
+whose input changed shows nothing about its expectation."""
 REFERENCE_RUNS = 1 + 1 + 1 + len(ATTEMPTS) + 1
 """Boxes before a task's first grading: hidden tests read, data files hidden, not hidden, one per attempt, all else."""
 

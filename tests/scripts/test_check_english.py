@@ -19,6 +19,8 @@ def check() -> dict[str, Any]:
     [
         ('"""Of the weights."""', ["Of"]),
         ('def size():\n    """What it takes."""', ["What"]),
+        ('class Job:\n    size: int\n    """Of the job."""', ["Of"]),
+        ('LIMIT = 3\n"""How many."""\nrun()\n"""Of no field."""', ["How"]),
         ("found = 1", ["found"]),
         ("# whoever asks gets it", ["whoever asks"]),
         ('x = "the run goes on without its server"', ["goes on"]),

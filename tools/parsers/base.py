@@ -58,13 +58,13 @@ class ToolCall:
     """The id that the model wrote, where results are written next to it (Kimi K2, Mistral); empty elsewhere. A number
     (Cohere) counts the calls of the conversation before it."""
     error: str | None = None
-    """What is wrong with the call's form, in words for the model."""
+    """The fault in the call's form, in words for the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
     content: str
-    """What the model wrote around its calls, stripped."""
+    """Text that the model wrote around its calls, stripped."""
     calls: tuple[ToolCall, ...] = ()
 
 

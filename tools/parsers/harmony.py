@@ -18,13 +18,13 @@ START, CHANNEL, MESSAGE, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|ca
 CONSTRAIN = "<|constrain|>"
 SHAPE = f"a call is written {CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}{{...}}{CALL}"
 MAX_WORDS = 7
-"""Of a header: start, role, channel and its name, address, constrain and the type."""
+"""Maximum words of a header: start, role, channel and its name, address, constrain and the type."""
 _END = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)")
 
 
 class HarmonyParser:
     opening, closing = "", ""
-    """What every call begins with, every other message begins with too; and engines leave out what they stopped at."""
+    """Empty: other messages begin as calls do, and engines leave out the text at which they stopped."""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
         turn = TurnBuilder(SHAPE)

@@ -44,7 +44,7 @@ _MARKS = re.compile(r"(?:\s*<(?:\|[^\s<>|]{1,64}\||/s|eos|end_of_turn)>)*\s*\Z")
 _HEAD = re.compile(rf"\s*({_NAME})\(")
 _ARGUMENT = re.compile(rf"\s*({_KEY})\s*=\s*")
 _END = rf"(?=\s{{0,32}}(?:,\s{{0,32}}{_KEY}\s{{0,32}}=|\)\s{{0,32}}(?:\]|,\s{{0,32}}{_NAME}\()))"
-"""Of a value: the next argument, the last call's end, or the next call."""
+"""End of a value: the next argument, the last call's end, or the next call."""
 _UNQUOTED = re.compile(r"[^\n]*?" + _END)
 _ENDS = {quote: re.compile(quote + _END) for quote in ("'", '"')}
 

@@ -123,7 +123,7 @@ class MarkedParser(ABC):
     thought_end: str = THOUGHT
     """The mark that ends a thought; calls before it are content. Empty: calls in a thought are calls."""
     shape: str
-    """How calls are written; ends every error."""
+    """The written form of calls; ends every error."""
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
         read = partial(self.read, tools=tools)

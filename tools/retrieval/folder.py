@@ -26,7 +26,7 @@ class Manifest:
     """The sources of an index, which is reused while they are unchanged."""
 
     kind: str
-    """Of the index, with the number of its format."""
+    """Kind of the index, with the number of its format."""
     corpus_bytes: int
     corpus_mtime_ns: int
 

@@ -15,7 +15,7 @@ from penstock.trainer.grouping import group_means, group_sums
 from penstock.trainer.lazy_torch import Tensor
 
 Level = Literal["token", "sequence", "geometric"]
-"""What a ratio is of: one token; all tokens of a segment, multiplied; their geometric mean."""
+"""Scope of a ratio: one token; all tokens of a segment, multiplied; their geometric mean."""
 
 
 @dataclass(frozen=True, slots=True)

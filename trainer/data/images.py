@@ -15,7 +15,7 @@ from penstock.rollout_server import BadRequest, ImageRef, read_images
 from penstock.transfer_queue import EpisodeImages
 
 FOLDER = "images"
-"""Of a run: the images of its recorded trajectories, each once, named by the sha256 of its bytes."""
+"""Folder of a run with the images of its recorded trajectories, each once, named by the sha256 of its bytes."""
 
 
 READS, READ_AGAIN = 3, Backoff(0.5, 2.0)

@@ -22,7 +22,7 @@ from penstock.trainer.lazy_torch import Tensor, torch
 from penstock.transfer_queue import REWARD_TOLERANCE
 
 EPSILON = 1e-8
-"""Where every weight of a group is 0, all episodes weigh the same."""
+"""Added to each weight: if every weight of a group is 0, all episodes weigh the same."""
 
 
 @FILTERS.register("pf_ppo")

@@ -46,7 +46,7 @@ class LossInput:
     chosen: Tensor | None = None
     """[N] bool, what the loss's `Choice` picked among all trained tokens of the minibatch; None if it has none"""
     sequences: Sequences | None = None
-    """Where the loss is registered with ``needs=("sequences",)``"""
+    """Sums over episodes, if the loss is registered with ``needs=("sequences",)``."""
 
     def of_sequences(self, value: Tensor, slope: Tensor) -> Tensor:
         """[N] numbers whose sum over an episode is `value`, and whose gradient is that of slope · Σ logπ; both [N], the

@@ -49,11 +49,11 @@ class Ranks:
         self.timeout = timeout
         """After which a collective that not all ranks have come to ends with an error."""
         self._patient = patient
-        """Its own group for waits that may rightly be longer; None: as long as all others."""
+        """Separate group for waits that may rightly be longer; None: the timeout of all others."""
         self.device = device
         self.background = background
-        """Its own group for checkpoint writing: its collectives must not mix with those of the steps. See `await_saves`
-        for its deadline."""
+        """Separate group for checkpoint writing: its collectives must not mix with those of the steps. See
+        `await_saves` for its deadline."""
         self.saves_timeout_s = timeout.total_seconds()
         place = layout.place(self.rank, self.world)
         self.is_replica_leader = place.is_replica_leader

@@ -53,7 +53,7 @@ class Peer:
     rank: int
     host: str
     identity: str
-    """Of its process, as `process_identity` writes it."""
+    """Identity of the rank's process, as `process_identity` writes it."""
     link: socket.socket
     heard_at: float
     unread: bytes = b""

@@ -25,7 +25,7 @@ class RankPlace:
     is_replica_leader: bool
     """First of its replica: does once what concerns its rows."""
     reports: bool
-    """Its numbers count for its replica: it is of the last stage, where logprobs and loss are."""
+    """True if its numbers count for its replica: it is in the last stage, which has logprobs and loss."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from penstock.transfer_queue import DataCursor
 RANKS_TIMEOUT_S = 1800.0
 """One rank may load a model for so long while another waits for it."""
 WARMUP_SHARE = 0.05
-"""Of the steps: the learning rate warms up."""
+"""Share of the steps in which the learning rate warms up."""
 STOP_S = 25.0
 """For the step under way and the last checkpoint, after a cancellation."""
 logger = logging.getLogger(__name__)

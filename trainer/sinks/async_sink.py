@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 MOST_WAITING = 1024
 """Calls that may wait; later ones are dropped, which is logged once."""
 START_S = 15.0
-"""How long the start of a run waits for a sink: while its library is imported, nothing else should be."""
+"""Seconds that the start of a run waits for a sink: while its library is imported, nothing else should be."""
 CLOSE_S = 20.0
-"""How long the end of a run waits for a sink to be done."""
+"""Seconds that the end of a run waits for a sink."""
 Call = Callable[[MetricSink], None]
 
 

@@ -36,7 +36,7 @@ COMPLETE = "complete"
 WRITTEN = "written_{rank}.json"
 """A rank's fingerprints, until the checkpoint is sealed."""
 SLOWEST_BYTES_PER_S = 20e6
-"""Of one rank's disk; a slower one stops the run."""
+"""Lowest speed of one rank's disk; a slower one stops the run."""
 Fingerprint = Mapping[str, Any]
 """{"bytes", "xxh3"} of a file."""
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class CheckpointInfo:
     data_cursor: DataCursor
     """Place in the data stream after the last submitted task."""
     ranks: int
-    """How many wrote it; another number can read it."""
+    """Number of ranks that wrote it; another number can read it."""
     batches: Mapping[int, Groups] = field(default_factory=dict)
     """Groups of the latest steps in it, from before the last commit on: for a queue that has forgotten them."""
 
@@ -103,7 +103,7 @@ class MarkedCheckpoint:
 
     info: CheckpointInfo
     files: Mapping[str, Fingerprint]
-    """What each file was when it was sealed, by its path in the checkpoint's folder."""
+    """Fingerprint of each file when it was sealed, by its path in the checkpoint's folder."""
 
 
 class CheckpointStore:

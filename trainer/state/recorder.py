@@ -203,7 +203,7 @@ def _text(ids: np.ndarray, tokenizer: Any) -> Any:
 
 
 MOST_BYTES = 4
-"""Of one character: tokens that wait for longer are no character's beginning."""
+"""Maximum bytes of one character: tokens that wait for longer do not begin a character."""
 
 
 def token_ends(ids: Sequence[int], text: str, tokenizer: Any) -> list[int]:

@@ -59,7 +59,7 @@ class Saver(BackgroundWork):
         self._publish_timeout_s = job.config.publish_timeout_s
         self._timeout_s = save_timeout_s(self._publish_timeout_s, engine.state_bytes)
         self._nbytes = 0
-        """Of all ranks' parts of a checkpoint."""
+        """Bytes of all ranks' parts of a checkpoint."""
         self._saved = -1
         self.updates_lost = range(0)
         """Committed steps of which no checkpoint has the update, as `restore` finds out. Rank 0's."""

@@ -44,7 +44,7 @@ class StoredColumn(NamedTuple):
     raw_bytes: int
     """Bytes of it unpacked."""
     aligned: bool
-    """Its length is a multiple of 4. These come first, so that every 4-byte array can be used in place."""
+    """True if its length is a multiple of 4. These come first, so that every 4-byte array can be used in place."""
 
 
 class Field(NamedTuple):

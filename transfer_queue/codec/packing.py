@@ -49,7 +49,7 @@ HEAD_GUESS = 4096
 """Bytes to read first: the preamble and the head of nearly every payload."""
 NAMED_DEPTH = 8
 UNPACKABLE = (TypeError, ValueError, OverflowError)
-"""What msgpack raises for a value that it cannot pack."""
+"""Exceptions that msgpack raises for a value that it cannot pack."""
 Arrays = dict[str, NDArray[Any]]
 
 

@@ -121,7 +121,7 @@ class Membership:
         """`stops`: set when this process stops."""
         self._stops = stops
         self.groups: dict[int, BroadcastGroup] = {}
-        """By the rank of the trainer that sends; empty if this process is in none."""
+        """Groups by the rank of the trainer that sends; empty if this process is in none."""
         self._member: Member | None = None
         self._met_at = 0.0
 

@@ -27,7 +27,7 @@ from penstock.weight_sync.files.file_reader import verified_pieces
 from penstock.weight_sync.manifest import Manifest, TensorEntry, WeightsBroken, WeightsUnreachable
 
 ENDED_EARLY = (RuntimeError, OSError, ValueError, MemoryError)
-"""What a group raises where a member is gone or silent, or its memory cannot be had."""
+"""Exceptions of a group with a member that is gone or silent, or whose memory is not available."""
 
 
 class JoinedBroadcast:
@@ -50,7 +50,7 @@ class JoinedBroadcast:
         """
         self.offer = offer
         self.entries: tuple[TensorEntry, ...] = ()
-        """What came, in the stream's order; empty until all of it came."""
+        """Received entries, in the stream's order; empty until all of it arrived."""
         self._begun = self._whole = False
         """A bucket was handed out; all of them came."""
         self._membership = membership

@@ -39,7 +39,8 @@ AGAIN = Backoff(0.2, 10.0)
 """After trainers that did not answer."""
 OTHER_WIRE_S = 60.0
 ANNOUNCE_S = 30.0
-"""From the end of a broadcast in place to its announcement: the trainer waits for other members before it announces."""
+"""Seconds from the end of a broadcast in place to its announcement: the trainer waits for other members before it
+announces."""
 
 
 @runtime_checkable
@@ -86,7 +87,7 @@ class _Round:
     state: asyncio.Future[str]
     """Empty where not all came."""
     asked_for: asyncio.Event = field(default_factory=asyncio.Event)
-    """It was announced, and somebody asked whether the workers hold it."""
+    """True if it was announced and a caller asked whether the workers hold it."""
 
 
 class BroadcastMember:
@@ -96,9 +97,9 @@ class BroadcastMember:
         """`in_place`: the engine is an `InPlaceEngine`, and receives under its pause."""
         self.in_place = in_place
         self.busy = False
-        """In place: a version is on its way into the engine, or has come and may still be announced."""
+        """True, in place, while a version is on its way into the engine, or has arrived and may still be announced."""
         self.cause = ""
-        """In place: why the last version is none."""
+        """Reason, in place, why the last version was not received."""
         self.received = 0
         """Versions that came whole."""
         self.missed = 0

@@ -76,7 +76,7 @@ class Member:
     """One process's place in a group. Rank 0 there sends."""
 
     port: int
-    """Of the group's store, at the trainer."""
+    """Port of the group's store, at the trainer."""
     group: str
     """Named after the broadcast that it is formed for; of several, with the rank that sends."""
     rank: int
@@ -105,9 +105,9 @@ class Offer:
     version: int
     port: int
     name: str
-    """Of the broadcast."""
+    """Name of the broadcast."""
     group: str
-    """As `Member.group`: the name of the first broadcast of these members."""
+    """Same as `Member.group`: the name of the first broadcast of these members."""
     first_rank: int
     count: int
     """Ranks ``first_rank … first_rank + count − 1`` are this server's workers."""
@@ -117,11 +117,11 @@ class Offer:
     deadline_s: float
     """A server that does not have all by then takes the file."""
     tensors: tuple[StreamTensor, ...]
-    """In the stream's order."""
+    """Tensors in the stream's order."""
     splits: tuple[tuple[int, ...], ...]
     """The bytes of a tensor on each of the trainer's ranks, for every way in which tensors lie."""
     split_of: tuple[int, ...]
-    """Of each tensor the number of its split."""
+    """Number of each tensor's split."""
     trainer: str = ""
     """Host of the group's store, as the server reaches it."""
     here: str = ""

@@ -36,7 +36,7 @@ class Kind(IntEnum):
     JOIN = 5
     """The group in which it sends."""
     SEND = 6
-    """Its part of a range of the stream, in its group."""
+    """Command to send its part of a range of the stream, in its group."""
     LEAVE = 7
 
 

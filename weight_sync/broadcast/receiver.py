@@ -92,7 +92,7 @@ class StagedWeights(_StagedVersion[dict[str, torch.Tensor]]):
     def __init__(self) -> None:
         super().__init__()
         self._memory: SpareMemory | None = None
-        """Of the version received last, which may still be read."""
+        """Memory of the version received last, which may still be read."""
 
     def take(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Returns the tensors; the next version comes into their memory once none is left. Raises as `_take`."""

@@ -58,7 +58,7 @@ class Sending:
     name: str
     host: str
     servers: int
-    """That have places."""
+    """Number of servers with places."""
     member: Member
     """Rank 0's in its own group."""
     deadline_s: float
@@ -88,7 +88,7 @@ class _Seating:
     member: Member
     senders: tuple[int, ...]
     first_ranks: Mapping[str, int]
-    """By seat."""
+    """First rank by seat."""
 
     def fits(self, waiting: Sequence[_ParkedServer], wire: str, senders: tuple[int, ...]) -> bool:
         """The same servers wait, each with its workers in the groups."""

@@ -30,7 +30,7 @@ class StreamedVersion:
 
     tensors: tuple[TensorEntry, ...]
     written: WrittenFile
-    """What the version's file is, or will be once it is written."""
+    """The version's file, written or being written."""
     done: int
     """Workers that have all bytes."""
 

@@ -17,10 +17,10 @@ class Shard:
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     published: torch.dtype
     rank_bytes: tuple[int, ...]
-    """How much of it each rank has, in `published`: the parts in the order of the ranks are the tensor's bytes."""
+    """Bytes that each rank has of it, in `published`: the parts in the order of the ranks are the tensor's bytes."""
     local: torch.Tensor
     """This rank's part, on any device and in any dtype. Not touched after `WeightSource.take`."""
 
@@ -40,4 +40,4 @@ class VersionChanges:
     base: int
     """The version before."""
     gaps: Sequence[Gaps]
-    """Of each tensor, in the stream's order."""
+    """Gaps of each tensor, in the stream's order."""

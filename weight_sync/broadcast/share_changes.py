@@ -24,7 +24,7 @@ PIECE_VALUES = 1 << 20
 """Places that are held at once."""
 NOT_COMPARED = -1
 SUMMARY_WIDTH = 6
-"""Of a `row_of`: count, first, last, and the repeats of three widths."""
+"""Length of a `row_of`: count, first, last, and the repeats of three widths."""
 
 
 class ShareChanges:

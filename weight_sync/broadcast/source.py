@@ -83,19 +83,19 @@ class WeightSource:
         `finds_changes`: each version is compared with the one before. Equal on all ranks.
         """
         self.version: int | None = None
-        """What the copies are of."""
+        """Version of the copies."""
         self.tensors: tuple[StreamTensor, ...] = ()
-        """In the stream's order."""
+        """Tensors in the stream's order."""
         self.wire = wire or RankWire(rank, world, None)
         self.device: torch.device | None = None
-        """Whose memory a broadcast between GPUs moves: the training thread's, when a version was taken."""
+        """Device whose memory a broadcast between GPUs moves: the training thread's, when a version was taken."""
         self._rank, self._world, self._wait_s = rank, world, wait_s
         self._bytes = torch.empty(0, dtype=torch.uint8)
         """This rank's shards, in the stream's order."""
         self._buckets: list[torch.Tensor] = []
         """Two that are filled and sent in turn, and one for what comes in parts; empty while they are in use."""
         self.sizes: list[tuple[int, ...]] = []
-        """Of each tensor, the bytes on each rank."""
+        """Bytes of each tensor on each rank."""
         self._places = Places((), ())
         self._finds_changes = finds_changes
         self._changes = ShareChanges(None, ())

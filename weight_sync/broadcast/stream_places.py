@@ -23,7 +23,7 @@ class MarkedPart:
     """Consecutive values of one tensor in a bucket, and which of them changed."""
 
     tensor: int
-    """Its number in the stream's order."""
+    """Number of the tensor in the stream's order."""
     value: int
     """Place of the first of the values in the tensor."""
     words: Words
@@ -47,16 +47,17 @@ class Bucket:
 
     version: int
     begin: int
-    """Its offset in the stream."""
+    """Offset in the stream."""
     bytes: torch.Tensor
     """[bytes] uint8, as long as the bucket."""
     scratch: torch.Tensor
-    """As long: what comes from a rank and is not a range of the bucket lies here first. Unused with one rank."""
+    """Buffer of the same length: data from a rank that is not a range of the bucket lies here first. Unused with one
+    rank."""
     marked: bool = False
-    """Whether `parts` and `marks` are wanted."""
+    """True if `parts` and `marks` are wanted."""
     parts: list[Part] = field(default_factory=list)
     marks: dict[int, tuple[int, NDArray[np.uint8]]] = field(default_factory=dict)
-    """Of each rank, the number of the first one, and the marks."""
+    """Number of each rank's first mark, and its marks."""
 
     def ranges(self, parts: Sequence[Part]) -> list[RankRange]:
         """Return the range of each rank in this bucket, in the order of the ranks. `parts`: all of the bucket."""
@@ -95,7 +96,7 @@ class Part(NamedTuple):
     """Their offset in the rank's copies."""
     nbytes: int
     item_bytes: int
-    """Of a value."""
+    """Bytes of a value."""
     tensor: int
     """Number of the tensor in the stream's order."""
     value: int

@@ -41,7 +41,7 @@ Positions = NDArray[np.int64]
 _GAP_TYPES: dict[Encoding, str] = {"gaps8": "<u1", "gaps16": "<u2", "gaps32": "<u4"}
 _LARGEST = tuple(int(np.iinfo(code).max) for code in _GAP_TYPES.values())
 WORD_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of a value."""
+"""Types by the bytes of a value."""
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -79,7 +79,7 @@ class Gaps:
     """Place of the first of them."""
     last: int = 0
     repeats: tuple[int, ...] = (0,) * len(_LARGEST)
-    """How often the gaps between them hold the largest number of each width."""
+    """Number of gaps between them that hold the largest number of each width."""
 
     @classmethod
     def of(cls, positions: Positions) -> Gaps:

@@ -59,7 +59,7 @@ class WrittenFile:
     path: Path
     bytes: int
     xxh3: str
-    """Of the whole file, as 16 hex digits."""
+    """Checksum of the whole file, as 16 hex digits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,9 @@ class StoredParts:
     """The tensors in the files of which one parameter is made."""
 
     names: tuple[str, ...]
-    """In the order in which transformers joins them."""
+    """Names in the order in which transformers joins the tensors."""
     patterns: tuple[str, ...] = ()
-    """Of each name, the pattern of transformers' conversion that it matches; empty where only the name changes."""
+    """Pattern of transformers' conversion that each name matches; empty if only the name changes."""
 
     @property
     def renamed_only(self) -> bool:
@@ -51,9 +51,9 @@ class HubNames:
     """
 
     parts: dict[str, StoredParts]
-    """By the names of `model.state_dict()`, where the files have tensors under the parameter's own name."""
+    """Parts by the names of `model.state_dict()`, if the files have tensors under the parameter's own name."""
     tied: dict[str, str]
-    """Of tied parameters that the files have once, the other names → the one in `parts`."""
+    """Other names of tied parameters that the files have once → the name in `parts`."""
     tied_twice: frozenset[str]
     """Tied parameters that the files have more than once; transformers unties them where values differ."""
     missing: frozenset[str]
@@ -63,9 +63,9 @@ class HubNames:
     ignored: frozenset[str]
     """Parameters that the files lack and that the model itself initialises."""
     _converters: dict[str, Any] = field(repr=False)
-    """By parameter: transformers' conversion from the files' form."""
+    """Transformers' conversion from the files' form, by parameter."""
     _reverse: Any = field(repr=False)
-    """What `revert_weight_conversion` asks of a model."""
+    """Attributes of a model that `revert_weight_conversion` reads."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, stored: Iterable[str] | None = None) -> HubNames:

@@ -54,7 +54,7 @@ class WeightReader:
         self.verified = 0
         """Versions that this process read and checked; the others were verified by another one."""
         self.bytes_read = 0
-        """Of the files of those."""
+        """Bytes read from those files."""
 
     def read(self, manifest: Manifest) -> MappedVersion:
         """Returns the verified version. Raises `WeightsRefused` naming the tensor or the file that is wrong."""

@@ -257,7 +257,7 @@ class Downloader:
         self._closed = threading.Event()
         self._fetch = FileFetch(token, serves, self._closed)
         self._verified: dict[str, Identity] = {}
-        """Of the files, by name, that this process compared with their checksums."""
+        """Files, by name, that this process compared with their checksums."""
 
     @property
     def bytes_received(self) -> dict[str, int]:

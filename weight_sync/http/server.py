@@ -28,7 +28,7 @@ from penstock.weight_sync.http.scheduler import AVOID, SERVES, TRAINER, Transfer
 from penstock.weight_sync.manifest import FILE_NAME, LOCAL_NAME
 
 STOP_S = 2.0
-"""What is being sent gets this long; a server that was cut continues elsewhere, or later."""
+"""Seconds that transfers in progress get; a server whose transfer was cut continues elsewhere, or later."""
 SHARE_FROM_BYTES = 1 << 20
 """Smaller files are served at once: waiting for a turn would take longer than they do."""
 PEER = re.compile(r"https?://[^/\s,]{1,255}")
@@ -61,9 +61,9 @@ class FileServer:
         self._turns = TransferScheduler()
         self._runner: web.AppRunner | None = None
         self.url = ""
-        """What others connect to, without a slash at its end; known after `start`."""
+        """Address for other processes, without a slash at its end; known after `start`."""
         self.bytes_sent = 0
-        """In answers that were not cut."""
+        """Bytes in complete responses."""
 
     async def start(self) -> None:
         """Raises `OSError` where the address cannot be had."""

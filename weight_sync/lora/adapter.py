@@ -28,7 +28,7 @@ _MEANS_NOTHING_HERE = {
     "lora_dropout", "init_lora_weights", "loftq_config", "eva_config", "qalora_group_size", "runtime_config",
     "megatron_config", "megatron_core",
 }
-"""How the adapter came about; or checked by itself (`_refuse_others`)."""
+"""Keys that describe how the adapter was made, or that `_refuse_others` checks."""
 
 
 class BadAdapter(ValueError):

@@ -38,7 +38,7 @@ from penstock.weight_sync import (
 
 PING_S = 10.0
 STAGE_S = 30.0
-"""In addition to the broadcast's own deadline."""
+"""Seconds in addition to the broadcast's own deadline."""
 
 
 class HFEngine:

@@ -26,7 +26,7 @@ from penstock.weight_sync import LoadReport, Manifest, Offer, WeightsBroken, Wei
 
 READ_POLL_S = 0.01
 STAGE_S = 30.0
-"""In addition to the broadcast's own deadline."""
+"""Seconds in addition to the broadcast's own deadline."""
 PAUSES = {
     "keep": "mode=keep&clear_cache=false",
     "recompute": "mode=keep&clear_cache=true",

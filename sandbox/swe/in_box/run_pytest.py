@@ -91,7 +91,7 @@ class OutcomeReporter:
         self.started: dict[str, float] = {}
         self.running: Any = None
         self.inside = False
-        """In a phase of a test, whose exceptions are its own."""
+        """True in a phase of a test, whose exceptions are its own."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:

@@ -24,7 +24,7 @@ from penstock.trainer.engines.fsdp.context import ContextGroup
 
 NAME = "penstock_packed"
 HALF = (torch.bfloat16, torch.float16)
-"""What the kernel computes in."""
+"""Dtypes in which the kernel computes."""
 
 HARMLESS = frozenset(
     {
@@ -134,7 +134,7 @@ class VisibleKeys:
     key_lengths: Sequence[int]
     """[R] keys that they see"""
     places: Tensor | None = None
-    """Where in the pack those keys are; None: as they lie."""
+    """Places of those keys in the pack; None: in order."""
 
     @classmethod
     def of(cls, bounds: Tensor, lengths: Tensor, parents: Tensor | None = None) -> VisibleKeys:

@@ -48,7 +48,7 @@ class PackPart:
     top_ids: Tensor | None = None
     """[n, k] as `Pack.top_ids`"""
     images: Sequence[Sequence[bytes]] = ()
-    """As `Pack.images`; empty over several ranks"""
+    """Same as `Pack.images`; empty over several ranks."""
 
 
 @dataclass(frozen=True, slots=True)

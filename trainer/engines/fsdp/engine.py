@@ -96,7 +96,7 @@ class FSDPEngine:
         self._used = self._measured()
         """Bytes on a device that is a CPU, as of the last call that changed them much."""
         self._written: Future[Any] | None = None
-        """Of a checkpoint that is written from the states themselves."""
+        """The checkpoint that is being written from the states themselves."""
 
     @property
     def has_critic(self) -> bool:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 IMPLEMENTATION, PACKAGE = "FA3", "flash_attn_interface"
 CAPABILITY = (9, 0)
 TOLERANCE = 0.02
-"""Of the norm: two kernels in bfloat16 round their products to 2⁻⁸ in another order."""
+"""Tolerance as a share of the norm: two kernels in bfloat16 round their products to 2⁻⁸ in another order."""
 OTHER_SIZES = ("qk_nope_head_dim", "v_head_dim", "global_head_dim", "swa_head_dim")
 """Settings of models whose heads are not all of `head_dim`."""
 TRIED_LENGTHS, TRIED_PARENTS = (70, 129, 1, 56), (-1, 0, 0, -1)

@@ -24,7 +24,7 @@ from penstock.trainer.config import LoraConfig
 NAME = "default"
 """peft's name for the one adapter of a model; part of its parameters' names."""
 SEED = 0
-"""Of A's first values: equal on all ranks, which each keep a part of it."""
+"""Seed of A's first values: equal on all ranks, each of which keeps a part of it."""
 
 
 class LowRank(NamedTuple):
@@ -116,9 +116,10 @@ class Adapter:
 
 
 EXPERTS_TOO = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Where experts are one parameter, peft takes these names for theirs, wherever in the model they are."""
+"""Names that peft uses for experts that are one parameter, anywhere in the model."""
 MAMBAS = frozenset({"falcon_h1", "nemotron_h"})
-"""Of these types peft refuses a mixer's `out_proj`, whose weight a kernel for training without rows' bounds reads."""
+"""Types of models in which peft refuses a mixer's `out_proj`: a kernel for training without row bounds reads its
+weight."""
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:

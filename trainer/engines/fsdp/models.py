@@ -61,17 +61,17 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.with_entropy = with_entropy
         self.with_coarse = with_coarse
-        """Where a pack has `top_ids`."""
+        """True if a pack has `top_ids`."""
         self.adapter: Adapter | None = None
         self.context: ContextGroup | None = None
         """Set where other ranks have a part of each pack's tokens."""
         head = loaded.traits.head
         self.head = replace(head, temperature=temperature) if head else None
-        """As `Traits.head`."""
+        """Same as `Traits.head`."""
         self.rows = loaded.traits.rows
         self.vision = loaded.vision
         self.routers: Routers | None = None
-        """Of a mixture of experts; None: its layers are not wrapped."""
+        """Routers of a mixture of experts; None: its layers are not wrapped."""
         self.unrouted_because = loaded.traits.unrouted_because
         self.shares_prompts = loaded.traits.shares_prompts
 
@@ -114,7 +114,7 @@ class LoadedModel:
     traits: Traits
     names: HubNames
     shell: ModelShell | None = None
-    """Where its weights come from once it is sharded; None: it has them, on the host."""
+    """Source of the weights once the model is sharded; None: it has them, on the host."""
     vision: Vision | None = None
     """None: it is trained without images."""
 
@@ -225,7 +225,7 @@ class Critic(nn.Module):
         self.vision = loaded.vision
         self.shell = loaded.shell
         self.context: ContextGroup | None = None
-        """As `Policy.context`."""
+        """Same as `Policy.context`."""
         self.head = nn.Linear(loaded.model.config.get_text_config().hidden_size, 1, bias=False)
         nn.init.zeros_(self.head.weight)
 

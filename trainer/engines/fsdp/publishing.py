@@ -48,9 +48,9 @@ class _Part:
     """The rows of one parameter on this rank."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     rows: tuple[int, ...]
-    """By rank."""
+    """Number of rows by rank."""
     rank: int
     local: Tensor
     published: torch.dtype

@@ -202,9 +202,9 @@ class TrialRows:
     starts: tuple[int, ...] = ()
     """The position of each row's first token; empty: 0"""
     parents: tuple[int, ...] = ()
-    """As `Pack.parents`; empty: none"""
+    """Same as `Pack.parents`; empty: none."""
     images: tuple[tuple[bytes, ...], ...] = ()
-    """Of each row; empty: none"""
+    """Images of each row; empty: none."""
     vision: Vision | None = None
 
     @classmethod

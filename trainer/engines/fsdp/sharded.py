@@ -381,7 +381,7 @@ ATTENTION = (
 )
 """Kernels: their output is smaller than what computing it again costs."""
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
-"""Of matrices, with and without a bias; of all experts of a layer."""
+"""Products of matrices, with and without a bias; of all experts of a layer."""
 
 
 def recomputed(forward: Callable[..., Any], how: Literal[True, "selective"]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from penstock.trainer.ranks.distributed import Ranks
 from penstock.weight_sync import HubNames, UnmappedTensors
 
 WHOLE_BYTES = 2 << 30
-"""Where a copy of a smaller model is refused, the model itself is asked."""
+"""Size below which the model itself is tried if a small copy is refused."""
 
 
 class NeedsWholeModel(ValueError):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from penstock.trainer.engines.fsdp.row_choice import FIRST_ROW, first_sentence, places_of_lengths
 
 MOST_PARAMETERS = 1 << 29
-"""Of a copy."""
+"""Maximum parameters of a copy."""
 WORDS = 64
 SMALL = {"vocab_size": WORDS, "vocab_size_per_layer_input": WORDS, "intermediate_size": 64, "moe_intermediate_size": 64}
 SMALL_LENGTH = 16
@@ -25,7 +25,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 PLACES = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")
 """Settings that list layers by number."""
 SEED = 0
-"""Of the copy's weights: all ranks find the same."""
+"""Seed of the copy's weights: all ranks draw the same."""
 
 
 class NoCopy(ValueError):

@@ -43,7 +43,7 @@ class TensorPlace:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -63,7 +63,7 @@ LORA: Mapping[str, Mapping[str, str]] = {
     "colwise": {"base_layer": "colwise", "lora_B.default": "colwise"},
     "rowwise": {"base_layer": "rowwise", "lora_A.default": "rowwise"},
 }
-"""Of a matrix with an adapter, the parts that are split; the other side of the adapter stays whole."""
+"""Parts of an adapted matrix that are split; the other side of the adapter stays whole."""
 
 
 def split_over(owner: Any, mesh: DeviceMesh) -> None:

@@ -34,11 +34,11 @@ from penstock.trainer.packing import RowLayout
 @dataclass(frozen=True, slots=True)
 class Traits:
     rows: RowPlan
-    """How the rows of a pack go through it."""
+    """The way in which the rows of a pack go through the model."""
     head: Head | None
     """None where the model changes its logits in a way that `Head` does not know: it is then called whole."""
     shares_prompts: bool
-    """Whether it takes packs whose rows share their prompts."""
+    """True if it takes packs whose rows share their prompts."""
     unrouted_because: str = ""
     """Why no `Routers` can be made of it: it has no experts, or chooses them in another way. Empty if they can."""
 

@@ -28,7 +28,7 @@ from penstock.trainer.job import BadJob
 
 KEPT_BYTES = 256 << 20
 GIVEN = {"pixel_values", "image_grid_thw"}
-"""What a processor has to make of an image: that of Qwen2-VL and the models after it."""
+"""Outputs that a processor must have for an image: those of Qwen2-VL and the models after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Pixels:
     grid: Tensor
     """[1, 3] patches in time, height and width"""
     tokens: int
-    """How many ids stand for it."""
+    """Number of ids that stand for the image."""
 
     @property
     def nbytes(self) -> int:

@@ -33,7 +33,7 @@ DATA_PARALLEL = {
 }
 
 UNCONVERTED = (NotImplementedError, LookupError, AttributeError, AssertionError, TypeError, ValueError)
-"""What mbridge raises on tensors or settings that it does not expect."""
+"""Exceptions that mbridge raises on tensors or settings that it does not expect."""
 
 
 class ModelBridge:

@@ -170,9 +170,9 @@ def _reduce_gradients(models: list[Any], num_tokens: Any = None, **groups: Any) 
 
 
 SEED = 1
-"""Of megatron's random states. No number depends on it: weights are loaded, and dropout is off."""
+"""Seed of megatron's random states. No number depends on it: weights are loaded, and dropout is off."""
 _made: dict[str, Any] = {}
-"""What the groups were made from, so that a second engine on the same ranks takes them over."""
+"""Arguments from which the groups were made, so that a second engine on the same ranks reuses them."""
 
 
 def open_groups(config: TrainerConfig) -> None:

@@ -27,7 +27,7 @@ class Inputs:
     """M of the pack's N sampled tokens are predicted on this rank, which has K of its L tokens."""
 
     arguments: dict[str, Any]
-    """Of `GPTModel.forward`"""
+    """Arguments of `GPTModel.forward`."""
     own: Tensor
     """[M] which of the pack's sampled tokens"""
     line: Tensor

@@ -61,7 +61,7 @@ class StageRouters:
         self._shares_tokens = any(block.config.sequence_parallel for block in blocks)
         own = [layer for block in blocks for layer in block.layers]
         self.columns = _columns(own, layers)
-        """Of `Pack.experts`, by layer with experts of this rank."""
+        """Columns of `Pack.experts`, by layer with experts of this rank."""
         self._choosers: list[_Chooser] = []
         for layer in own:
             chooser = None
@@ -136,7 +136,7 @@ class _Chooser:
 
     def __init__(self, router: Any, number: int) -> None:
         self.routing: Routing | None = None
-        """Of the call under way."""
+        """Routing of the current call."""
         self.load: LayerLoad
         self._number = number
         router.router_replay = self
