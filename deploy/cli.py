@@ -32,6 +32,7 @@ with uncollected():
     from penstock.deploy.commands.dashboard import dashboard
     from penstock.deploy.commands.doctor import doctor
     from penstock.deploy.commands.rehearse import rehearse
+    from penstock.deploy.commands.serve import serve
     from penstock.deploy.commands.servers import redis_server, reward_server, search_server, teacher_server
     from penstock.deploy.commands.shared import Overrides, Recipe, user_errors
     from penstock.deploy.commands.simulate import simulate
@@ -50,7 +51,7 @@ START, TRAIN, CHECK, WATCH = "Start here", "Train and measure", "Check before a 
 CLUSTERS, ROLES = "Several machines", "Roles and servers of a run"
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     START: (quickstart, init, status, recipes),
-    TRAIN: (sft, bench),
+    TRAIN: (sft, serve, bench),
     CHECK: (doctor, rehearse, simulate),
     WATCH: (dashboard, trace, curriculum, clean),
     ROLES: (redis_server, search_server, reward_server, teacher_server),
@@ -215,6 +216,27 @@ def train_rank(
     if alone:
         roles.leave_torchrun()
     _run(lambda: roles.train_rank(_link(None, None)))
+
+
+ModelName = Annotated[str, typer.Option(help="The base model as clients call it.")]
+
+
+@app.command(hidden=True)
+def service_trainer(*, model_name: ModelName) -> None:
+    """The trainer of `penstock serve`."""
+    from penstock.deploy import serving
+    from penstock.deploy.run import roles
+
+    roles.leave_torchrun()
+    _run(lambda: serving.service_trainer(_link(None, None), model_name))
+
+
+@app.command(hidden=True)
+def service_api(*, model_name: ModelName, host: str = "127.0.0.1", port: int = 0) -> None:
+    """The API process of `penstock serve`."""
+    from penstock.deploy import serving
+
+    _run(lambda: serving.service_api(_link(None, None), host, port, model_name))
 
 
 @app.command(hidden=True)

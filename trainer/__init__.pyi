@@ -5,6 +5,7 @@ from .batch import make_row as make_row
 from .batch import make_step_batch as make_step_batch
 from .checks import check_algorithm as check_algorithm
 from .checks import check_job as check_job
+from .config import AdamSettings as AdamSettings
 from .config import TrainerConfig as TrainerConfig
 from .config import learning_rate as learning_rate
 from .data.config import DataConfig as DataConfig
@@ -25,12 +26,14 @@ from .export import export_checkpoint as export_checkpoint
 from .job import BadJob as BadJob
 from .job import TrainJob as TrainJob
 from .job import needs_of_advantage as needs_of_advantage
+from .job import threads_here as threads_here
 from .learner import Learner as Learner
 from .loop import train as train
 from .packing import Pack as Pack
 from .packing import join_rows as join_rows
 from .packing import pack_rows as pack_rows
 from .ranks.distributed import Ranks as Ranks
+from .ranks.distributed import TorchThread as TorchThread
 from .ranks.layout import CORES_VARIABLE as CORES_VARIABLE
 from .ranks.layout import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
 from .sft.config import SftConfig as SftConfig

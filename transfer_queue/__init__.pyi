@@ -24,6 +24,11 @@ from .metrics import version_lags as version_lags
 from .queue import RunContext as RunContext
 from .queue import TransferQueue as TransferQueue
 from .redis.queue import RedisTransferQueue as RedisTransferQueue
+from .redis.requests import ClientRequest as ClientRequest
+from .redis.requests import LogForgotten as LogForgotten
+from .redis.requests import Record as Record
+from .redis.requests import RequestLog as RequestLog
+from .redis.requests import RequestResult as RequestResult
 from .redis.server import RedisServer as RedisServer
 from .status import LengthDecile as LengthDecile
 from .status import Status as Status

@@ -35,6 +35,8 @@ TRAINER_STOP_S = 25.0
 """Time for the last checkpoint if `trainer.stop_grace_s` is not set (`preflight.stop_grace` derives it)."""
 TORCHRUN_S, SUPERVISOR_S = 5.0, 15.0
 """Time that torchrun and the supervisor wait beyond the trainer's own grace before they kill it."""
+API_RESTARTS = 1000
+"""The restarts of a service's API process within an hour; it holds nothing."""
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Seconds between torchrun's SIGTERM to its ranks and SIGKILL."""
 
@@ -111,6 +113,26 @@ def agent_role(config: RunConfig, link: RunConnection, number: int) -> Role:
     name = f"agent-{number}"
     role = _role(link, name, "agent", "agent", "--name", name, max_restarts=config.agent.max_restarts)
     return replace(role, number=number)
+
+
+def service_roles(config: RunConfig, link: RunConnection, api: Sequence[str], model_name: str) -> list[Role]:
+    """The processes of `penstock serve`; `api`: the words behind ``service-api``. Both may do with Redis what the owner
+    may: what clients ask for is in keys of its own."""
+    rollouts = [rollout_role(config, link, number) for number in range(config.rollout.servers)]
+    stop_s = trainer_stop_s(config.trainer) + SUPERVISOR_S
+    words = ("service-trainer", "--model-name", model_name)
+    trainer = _role(
+        link,
+        "trainer",
+        "trainer",
+        *words,
+        rights="owner",
+        max_restarts=config.trainer.max_restarts,
+        stop_grace_s=stop_s,
+    )
+    trainer = replace(trainer, env={**trainer.env, "OMP_NUM_THREADS": str(config.trainer.threads or 1)})
+    front = _role(link, "api", "agent", "service-api", *api, rights="owner", max_restarts=API_RESTARTS)
+    return [*rollouts, front, trainer]
 
 
 def page_roles(config: RunConfig, run: RunDir, link: RunConnection) -> list[Role]:

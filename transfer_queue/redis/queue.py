@@ -48,6 +48,7 @@ from penstock.transfer_queue.redis.replies import (
     turn_report_from_map,
     turns_from_map,
 )
+from penstock.transfer_queue.redis.requests import RequestLog
 from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.turns import KEPT_TURN_REPORTS, TurnCall, TurnReport, Turns
 from penstock.transfer_queue.types import (
@@ -127,6 +128,11 @@ class RedisTransferQueue:
             loading_timeout_s=config.start_timeout_s,
         )
         return cls(connection, run, config, batch_log)
+
+    @property
+    def requests(self) -> RequestLog:
+        """Requests of a training service's clients."""
+        return RequestLog(self._connection, self._keys)
 
     async def _script(self, name: str, *args: Any) -> Any:
         return await self._connection.script(name, self._keys.index, *args)
@@ -275,6 +281,11 @@ class RedisTransferQueue:
         new = bool(await self._fenced("publish_version", announcement.version, packed, mark, _nonce()))
         await self._sweep()
         return new
+
+    async def announce_sampler(self, announcement: Announcement) -> bool:
+        """Announce weights in a run without steps, a service. False: its version does not follow the current one."""
+        current = await self._fenced("announce_sampler", announcement.version, *_marked(announcement))
+        return bool(current == announcement.version)
 
     async def renew_manifest(self, announcement: Announcement) -> bool:
         return bool(await self._fenced("renew_manifest", announcement.version, *_marked(announcement)))

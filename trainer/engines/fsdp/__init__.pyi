@@ -1,3 +1,5 @@
+from .adapter_states import AdapterPlace as AdapterPlace
+from .adapter_states import AdapterState as AdapterState
 from .engine import FSDPEngine as FSDPEngine
 from .models import Policy as Policy
 from .models import load_policy as load_policy

@@ -94,6 +94,11 @@ class Adapter:
         )
         return LowRank(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME]) if layer else None
 
+    def set_scale(self, scale: float) -> None:
+        """Multiply the product of each two matrices by `scale` from here on."""
+        for layer in self._layers.values():
+            layer.scaling[NAME] = scale
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """The model as it was before training."""

@@ -1,0 +1,153 @@
+"""`penstock serve`: a base model, its trainer, rollout servers, queue and the Tinker API, until Ctrl-C.
+
+    lock the folder ─► redis ─► queue ─► rollout servers, API, trainer (`supervisor`)
+
+All that clients have is in the run's folder and its Redis: started again in the same folder, the service continues
+where it was stopped or killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from pathlib import Path
+
+from rich.console import Console
+
+from penstock.common import FileLock, NotPrivate, frozen_start, keep_logs_bounded, listen, write_atomically
+from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
+from penstock.deploy.run.connection import RedisLost, RunConnection, connect_file, limits_of
+from penstock.deploy.run.launcher import (
+    Interrupted,
+    identity_of,
+    open_queue,
+    open_weights,
+    run_headed,
+    until_interrupted,
+)
+from penstock.deploy.run.plan import rollout_role, service_roles
+from penstock.deploy.run.processes import RoleFailed
+from penstock.deploy.run.roles import context_of, fatal, sole_trainer
+from penstock.deploy.run.supervisor import LocalPlacement, Supervisor
+from penstock.deploy.run.weights_folder import weights_dir, weights_entered
+from penstock.deploy.run_dir import RunDir
+from penstock.service import BadKeys, ServiceContext, ServiceJob, parse_keys, run_service, serve_api
+from penstock.trainer import BadJob
+from penstock.trainer.service import check_settings
+from penstock.transfer_queue import LogForgotten, QueueError, TrainerFenced
+
+KEYS_VARIABLE = "PENSTOCK_SERVICE_KEYS"
+"""``NAME=KEY,NAME=KEY``: who may call the API."""
+
+
+def serve_recipe(recipe: Path, overrides: list[str], *, host: str, port: int, model_name: str | None) -> int:
+    """Returns the exit status: 1 something failed, 2 it cannot be right, 130 stopped."""
+    console = Console(stderr=True, highlight=False)
+
+    def complain(message: str, status: int) -> int:
+        console.print(message, style="red", markup=False, soft_wrap=True)
+        return status
+
+    try:
+        config = load_config(recipe, overrides, with_tasks=False)
+        check_settings(config.trainer)
+        asyncio.run(_serve(config, console, host=host, port=port, model_name=model_name or Path(config.model).name))
+    except (ConfigError, BadJob, BadKeys, OSError) as error:
+        return complain(str(error), 2)
+    except (RoleFailed, RedisLost, QueueError) as error:
+        return complain(f"{error}\nthe same command continues the service", 1)
+    except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
+        return complain("stopped; the same command continues the service", 130)
+    return 0
+
+
+async def _serve(config: RunConfig, console: Console, *, host: str, port: int, model_name: str) -> None:
+    run, placement = RunDir.of(config), LocalPlacement()
+    run.root.mkdir(parents=True, exist_ok=True)
+    with FileLock(run.root / "lock", "another service is running there", error=ConfigError), listen(host, port) as free:
+        run.logs.mkdir(exist_ok=True)
+        port = free.getsockname()[1]
+        key_file = _keys_of(run)
+        free.close()
+        async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
+            await queue.create_run(limits_of(config), dump_config(config), identity_of(config, run))
+            run.write_config(config)
+            with connect_file(link, run):
+                async with open_weights(config, link.token), placement.open(config, run):
+                    words = ("--host", host, "--port", str(port), "--model-name", model_name)
+                    supervisor = Supervisor(
+                        lambda role: placement.place(role, run), lambda _, number: rollout_role(config, link, number)
+                    )
+                    for role in service_roles(config, link, words, model_name):
+                        supervisor.add(role)
+                    _say(console, run, f"http://{host}:{port}", model_name, key_file)
+                    await _until_over(supervisor, run, [*keepers, keeping])
+
+
+def _keys_of(run: RunDir) -> Path | None:
+    """The file of the service's own key, made once; None where the environment has keys. Raises `BadKeys`."""
+    if KEYS_VARIABLE in os.environ:
+        parse_keys(os.environ[KEYS_VARIABLE])
+        return None
+    file = run.root / "service" / "key"
+    file.parent.mkdir(exist_ok=True)
+    if not file.exists():
+        write_atomically(file, f"tml-{secrets.token_urlsafe(32)}\n", mode=0o600)
+    return file
+
+
+def _say(console: Console, run: RunDir, url: str, model_name: str, key_file: Path | None) -> None:
+    key = f"$(cat {key_file})" if key_file else f"a key of {KEYS_VARIABLE}"
+    for line in (f"{run.root.name}: serves {model_name}", f"  folder: {run.root}", "  for Tinker's SDK and recipes:"):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"    export TINKER_BASE_URL={url} TINKER_API_KEY={key}", markup=False, soft_wrap=True)
+
+
+async def _until_over(supervisor: Supervisor, run: RunDir, keepers: list[asyncio.Task[None]]) -> None:
+    helpers = [
+        asyncio.create_task(until_interrupted(asyncio.current_task()), name="interrupt"),
+        asyncio.create_task(keep_logs_bounded(run.logs), name="logs"),
+    ]
+    try:
+        await supervisor.run([*helpers, *keepers])
+    finally:
+        for helper in helpers:
+            helper.cancel()
+        await supervisor.stop()
+        await asyncio.gather(*helpers, return_exceptions=True)
+
+
+# roles -------------------------------------------------------------------------------------------------------------
+async def service_trainer(link: RunConnection, model_name: str) -> None:
+    """The trainer of a service."""
+    queue, config = await link.join()
+    run_dir = RunDir.of(config)
+    job = ServiceJob(
+        run=context_of(link, queue, config),
+        config=config.trainer,
+        rollout=config.rollout,
+        folder=run_dir.root / "service",
+        weights_dir=weights_dir(config, link.token),
+        model_name=model_name,
+    )
+    try:
+        with fatal(BadJob, LogForgotten, TrainerFenced, NotPrivate):
+            async with sole_trainer(run_dir):
+                with weights_entered(config, link.token):
+                    await run_service(job)
+    finally:
+        await queue.close()
+
+
+async def service_api(link: RunConnection, host: str, port: int, model_name: str) -> None:
+    """The API process of a service."""
+    queue, config = await link.join()
+    folder = RunDir.of(config).root / "service"
+    keys = os.environ.get(KEYS_VARIABLE) or f"owner={(folder / 'key').read_text().strip()}"
+    context = ServiceContext(queue.requests, folder, model_name, config.rollout.max_model_len, link.token)
+    try:
+        with frozen_start():
+            await serve_api(context, parse_keys(keys), host, port)
+    finally:
+        await queue.close()

@@ -1,0 +1,38 @@
+"""The job of a service's trainer, and results that are JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.rollout_server import RolloutConfig
+from penstock.trainer import TrainerConfig
+from penstock.transfer_queue import RequestResult, RunContext
+
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceJob:
+    """Everything the trainer of a service is given."""
+
+    run: RunContext
+    config: TrainerConfig
+    rollout: RolloutConfig
+    folder: Path
+    """Points, checkpoints and samplers lie below it."""
+    weights_dir: Path
+    """Published adapters are written here."""
+    model_name: str
+    """The base model as clients call it."""
+
+
+def failed(message: str, category: str = "user") -> RequestResult:
+    """The SDK raises `RequestFailedError` with this."""
+    return RequestResult(JSON, json.dumps({"error": message, "category": category}).encode())
+
+
+def succeeded(**fields: Any) -> RequestResult:
+    return RequestResult(JSON, json.dumps(fields).encode())

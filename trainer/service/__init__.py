@@ -1,0 +1,5 @@
+"""The trainer's part of a training service: data, losses and adapters of its clients."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

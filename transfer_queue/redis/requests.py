@@ -1,0 +1,147 @@
+"""Requests of a training service's clients in Redis: an id each, run once, its first result kept for a while.
+
+    penstock:{RUN}:service:request:ID      hash: fields of the request; content and result once it is done
+    penstock:{RUN}:service:index:NAME      hash: n:NUMBER → id and digest; of a model also `next`, which is due
+    penstock:{RUN}:service:log, first      list of ids in the order in which they are run; how many are trimmed
+    penstock:{RUN}:service:open            set: ids without an order that have no result
+    penstock:{RUN}:service:records:KIND    hash: name → JSON
+
+The key of a request is its number in its index: a client that repeats a call gets the id of the first. The bodies of
+the log stay until they are trimmed, done or not: a trainer that restarts runs again what its newest point lacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.transfer_queue.errors import QueueError
+from penstock.transfer_queue.redis.client import Connection
+from penstock.transfer_queue.redis.keys import Keys
+
+KEPT_NUMBERS = 1000
+"""Requests of a model that a late repetition still finds, beyond those in the log."""
+RETENTION_S = 24 * 3600.0
+"""For how long a result can be fetched."""
+Submission = Literal["new", "known", "other", "old", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A request of a client."""
+
+    owner: str
+    kind: str
+    body: bytes
+    index: str
+    """The series that `number` belongs to: a model's, or a sampling session's."""
+    number: int
+    ordered: bool = True
+    """Run in the order of numbers, which begin with 1 and have no gaps."""
+    digest: str = ""
+    """Equal for repetitions of one request; empty: of kind and body."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    content: str
+    """The media type."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A fact that outlives processes; an empty `text` deletes it."""
+
+    kind: str
+    name: str
+    text: str
+
+
+class LogForgotten(QueueError):
+    """Redis has lost requests that were acknowledged: its machine died, and its newest writes with it."""
+
+
+class RequestLog:
+    """Each method is one script or one command, safe to repeat."""
+
+    def __init__(self, connection: Connection, keys: Keys) -> None:
+        self._connection, self._prefix = connection, keys.index
+
+    async def submit(self, request: ClientRequest, most_waiting: int) -> tuple[Submission, str]:
+        """(what happened, the id that the request's number has): ``known`` for a repetition, ``other`` for another
+        request of that number, ``old`` for a number that is forgotten, ``full`` where `most_waiting` have no result."""
+        digest = request.digest or hashlib.sha256(request.kind.encode() + b"\0" + request.body).hexdigest()[:32]
+        where = (request.index, request.number, digest, int(request.ordered), most_waiting)
+        fields = {"owner": request.owner, "kind": request.kind, "body": request.body}
+        flat = [part for item in fields.items() for part in item]
+        how, request_id = await self._script("submit_request", secrets.token_hex(16), *where, *flat)
+        return how.decode(), request_id.decode()
+
+    async def read(self, position: int, count: int) -> list[str]:
+        """Ids of the log from `position` on, at most `count`. Raises `LogForgotten`."""
+        first, end, *ids = await self._script("read_requests", position, count)
+        if not first <= position <= end:
+            raise LogForgotten(f"the log has requests {first} to {end}, and the newest point is at {position}")
+        return [one.decode() for one in ids]
+
+    async def open_requests(self) -> list[str]:
+        """Ids of requests without an order that have no result."""
+        return [one.decode() for one in await self._command("SMEMBERS", "open")]
+
+    async def request(self, request_id: str) -> ClientRequest | None:
+        """None for one that is not there, or whose body is gone."""
+        fields = await self._command("HMGET", f"request:{request_id}", "owner", "kind", "body", "index", "number")
+        if None in fields:
+            return None
+        owner, kind, body, index, number = fields
+        return ClientRequest(owner.decode(), kind.decode(), body, index.decode(), int(number))
+
+    async def owner(self, request_id: str) -> str | None:
+        owner = await self._command("HGET", f"request:{request_id}", "owner")
+        return None if owner is None else str(owner.decode())
+
+    async def done(self, request_ids: Sequence[str]) -> set[str]:
+        """Return those that have a result, or are not there (any more)."""
+        keys = [f"{self._prefix}service:request:{one}" for one in request_ids]
+        replies = await self._connection.many([("HMGET", key, "owner", "content") for key in keys])
+        return {one for one, (owner, content) in zip(request_ids, replies, strict=True) if content or owner is None}
+
+    async def result(self, request_id: str) -> RequestResult | None:
+        content, data = await self._command("HMGET", f"request:{request_id}", "content", "result")
+        return None if content is None else RequestResult(content.decode(), data)
+
+    async def finish(self, request_id: str, result: RequestResult, records: Iterable[Record] = ()) -> bool:
+        """True if this is the request's first result; records are written with it, or not at all."""
+        flat = [part for one in records for part in (one.kind, one.name, one.text)]
+        retention_ms = round(RETENTION_S * 1000)
+        return bool(await self._script("finish_request", request_id, result.content, result.data, retention_ms, *flat))
+
+    async def trim(self, position: int) -> None:
+        """Drop the bodies before `position`: what they changed is durable, and they are never run again."""
+        await self._script("trim_requests", position, round(RETENTION_S * 1000), KEPT_NUMBERS)
+
+    # records -------------------------------------------------------------------------------------------------------
+    async def put(self, record: Record) -> None:
+        if record.text:
+            await self._command("HSET", f"records:{record.kind}", record.name, record.text)
+        else:
+            await self._command("HDEL", f"records:{record.kind}", record.name)
+
+    async def record(self, kind: str, name: str) -> str | None:
+        text = await self._command("HGET", f"records:{kind}", name)
+        return None if text is None else str(text.decode())
+
+    async def records(self, kind: str) -> Mapping[str, str]:
+        """Name → text."""
+        everything = await self._command("HGETALL", f"records:{kind}")
+        return {name.decode(): text.decode() for name, text in everything.items()}
+
+    async def _script(self, name: str, *args: object) -> Any:
+        return await self._connection.script(name, self._prefix, *args)
+
+    async def _command(self, name: str, key: str, *args: object) -> Any:
+        return await self._connection.command(name, f"{self._prefix}service:{key}", *args)
