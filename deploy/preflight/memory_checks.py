@@ -65,7 +65,7 @@ RESIDUE = 3 << 29
 def check_memory(config: RunConfig) -> Iterator[Check]:
     shape = model_shape(config)
     if shape is None:
-        yield skipped("memory", f"{config.model}: no sizes to reckon with before its files are here and name them")
+        yield skipped("memory", f"{config.model}: its size is unknown until its files are here")
         return
     yield _on_host(host_parts(config, shape))
     yield _in_flight(config)

@@ -59,9 +59,7 @@ async def _check_stock_server(config: RolloutConfig) -> Check:
     try:
         installation = await find_installation(config)
     except EngineError as error:
-        return Check(
-            "rollout.engine", False, str(error), f"scripts/setup-{config.engine}, or rollout.engine=hf on CPUs"
-        )
+        return Check("rollout.engine", False, str(error), "install what it names, or set rollout.engine=hf on CPUs")
     name = f"{config.engine} {installation.version} in {installation.python}"
     if not installation.cpu and not any(map(os.path.exists, GPU_DEVICES)):
         fix = f"scripts/setup-{config.engine} makes the build for this machine; rollout.engine=hf computes on CPUs"
@@ -210,18 +208,18 @@ def check_capacity(config: RunConfig) -> Check:
 
 
 def check_concurrency(config: RunConfig) -> Check:
-    """Places for episodes against those that may be under way: slow ones take their places from all others."""
+    """Compare the workers' places with the episodes in flight: slow episodes keep others from a place."""
     if not config.agent.workers:
         return skipped("agent.concurrency", "no agent worker on this machine")
     step = config.groups_per_step * config.group_size
     admitted = step * (config.max_staleness + 1)
     at_once = config.agent.workers * config.agent.concurrency
-    detail = f"{at_once} episodes at once of {admitted} that may be under way (max_staleness {config.max_staleness})"
+    detail = f"{at_once} episodes at once, of {admitted} in flight at max_staleness {config.max_staleness}"
     advice = f"agent.concurrency={math.ceil(admitted / config.agent.workers)} runs all of them"
     if at_once < step:
-        return warning("agent.concurrency", f"{detail}; a step has {step}", f"{advice}: no step waits for places then")
+        return warning("agent.concurrency", f"{detail}; a step has {step}", f"{advice} at once")
     if at_once < admitted:
-        return Check("agent.concurrency", True, f"{detail}; where tools or rewards wait for seconds, {advice}")
+        return Check("agent.concurrency", True, f"{detail}; if tools or rewards take seconds, {advice} at once")
     return Check("agent.concurrency", True, detail)
 
 

@@ -76,7 +76,10 @@ class Product:
 
     @property
     def fix(self) -> str:
-        return f"scripts/setup-{self.key} makes the environment; rollout.{self.key}_python may name another one"
+        return (
+            f"pip install 'penstock[{self.key}]', or scripts/setup-{self.key} of a clone, which makes an environment"
+            f" for it; rollout.{self.key}_python may name another Python"
+        )
 
     def find_python(self, configured: str | None) -> str:
         """`configured`, else .venv-KEY in this folder or one above it, else this interpreter."""

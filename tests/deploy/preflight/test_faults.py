@@ -158,9 +158,9 @@ def test_settings_that_work_together(check: Asked, overrides: list[str]) -> None
 @pytest.mark.parametrize(
     ("concurrency", "verdict", "found"),
     [
-        (96, "ok", "192 episodes at once of 192"),
-        (32, "ok", "64 episodes at once of 192"),
-        (31, "warn", "62 episodes at once of 192"),
+        (96, "ok", "192 episodes at once, of 192"),
+        (32, "ok", "64 episodes at once, of 192"),
+        (31, "warn", "62 episodes at once, of 192"),
     ],
 )
 def test_fewer_places_than_staleness_admits(concurrency: int, verdict: str, found: str) -> None:
@@ -458,7 +458,7 @@ def test_environment_without_the_engine(engine: str, tmp_path: Path) -> None:
     python.write_text("""#!/bin/sh\necho '{"versions": {}, "plugin": false, "gpu": false}'\n""")
     python.chmod(0o755)
     words = [f"rollout.engine={engine}", f"rollout.{engine}_python={python}"]
-    assert_refused(check_engine, words, "rollout.engine", f"scripts/setup-{engine} makes the environment")
+    assert_refused(check_engine, words, "rollout.engine", rf"penstock\[{engine}\].*scripts/setup-{engine} ")
 
 
 # services -----------------------------------------------------------------------------------------------------------

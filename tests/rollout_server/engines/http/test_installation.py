@@ -46,27 +46,27 @@ async def test_versions_in_the_range_are_taken(tmp_path: Path, engine: str, said
 @pytest.mark.parametrize(
     ("engine", "said", "text"),
     [
-        ("vllm", answer({}), "has no vLLM; scripts/setup-vllm"),
+        ("vllm", answer({}), "has no vLLM; .*scripts/setup-vllm"),
         ("vllm", answer({"vllm": "0.26.0"}), r"0\.26\.0 .* is older than .* 0\.32 and later, below 0\.34"),
         ("vllm", answer({"vllm": "0.34.0"}), r"0\.34\.0 .* is newer than .* 0\.32 and later, below 0\.34"),
-        ("vllm", answer({"vllm": "0.33.0"}, plugin=False), "not Penstock's plugin; scripts/setup-vllm"),
-        ("sglang", answer({}), "has no SGLang; scripts/setup-sglang"),
-        ("sglang", answer({"sglang": "0.5.9"}), r"0\.5\.9 .* is older than .* 0\.5\.23 and later, .*; scripts/setup"),
+        ("vllm", answer({"vllm": "0.33.0"}, plugin=False), "not Penstock's plugin; .*scripts/setup-vllm"),
+        ("sglang", answer({}), "has no SGLang; .*scripts/setup-sglang"),
+        ("sglang", answer({"sglang": "0.5.9"}), r"0\.5\.9 .* is older than .* 0\.5\.23 and later, .*scripts/setup"),
         ("sglang", answer({"sglang": "0.5.24rc1"}), r"0\.5\.24rc1 .* is newer than .* 0\.5\.23 and later, below 0\.5"),
         ("sglang", answer({"sglang": "1.0"}), r"1\.0 .* is newer than .* below 0\.5\.24"),
     ],
 )
-async def test_unusable_environment_says_how_to_mend_it(tmp_path: Path, engine: str, said: str, text: str) -> None:
+async def test_unusable_environment_says_how_to_repair_it(tmp_path: Path, engine: str, said: str, text: str) -> None:
     with pytest.raises(EngineError, match=text) as caught:
         await installation_of(tmp_path, engine, said)
     assert not caught.value.retryable
 
 
-async def test_environment_without_torch_says_how_to_mend_it(tmp_path: Path) -> None:
+async def test_environment_without_torch_says_how_to_repair_it(tmp_path: Path) -> None:
     path = tmp_path / "python"
     path.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
     path.chmod(0o755)
-    with pytest.raises(EngineError, match=r"No module named 'torch'; scripts/setup-sglang"):
+    with pytest.raises(EngineError, match=r"No module named 'torch'; .*scripts/setup-sglang"):
         await find_installation(RolloutConfig(engine="sglang", sglang_python=str(path)))
 
 
