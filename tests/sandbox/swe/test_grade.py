@@ -118,6 +118,7 @@ async def test_grade_limit_reached_in_one_box_is_reached_by_chance(sandbox, task
 
 
 @pytest.mark.deep
+@pytest.mark.timeout(0)  # each grading has deadlines, which follow what the reference takes on this machine
 async def test_grade_honest_fixes_on_a_busy_machine(sandbox, task):
     """Forty fixes of a test that computes for most of its limit, with two busy loops and other gradings beside them."""
     work = b"    __import__('hashlib').pbkdf2_hmac('sha256', b'a', b'b', 1_500_000)"
