@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,27 @@ def parquet_rows(path: Path, batch_size: int = 1024) -> Iterator[dict[str, Any]]
             yield from rows
             done += batch.num_rows
     except (pyarrow.ArrowException, OSError) as error:
+        if wide := _wide_integers(path):
+            columns = ", ".join(wide)
+            raise BadParquet(f"{path}: {columns}: integers of 128 bits cannot be read: write them as text") from error
         raise BadParquet(f"{path} is not readable as Parquet: {error}") from error
+
+
+def _wide_integers(path: Path) -> list[str]:
+    """Columns of polars' 128-bit integers, 16 bytes that Parquet has no type for: pyarrow opens no such file while its
+    footer names the writer's types (https://parquet.apache.org/docs/file-format). Empty if there are none."""
+    import pyarrow.parquet
+
+    try:
+        with path.open("rb") as file:
+            file.seek(-8, os.SEEK_END)
+            file.seek(-8 - int.from_bytes(file.read(4), "little"), os.SEEK_END)
+            footer = file.read().replace(b"ARROW:schema", b"writer:types")
+        schema = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(b"PAR1" + footer)).schema
+    except (pyarrow.ArrowException, OSError):
+        return []
+    columns = map(schema.column, range(len(schema)))
+    return [one.path for one in columns if one.length == 16 and one.logical_type.type == "NONE"]
 
 
 def _row(batch: Any, where: str) -> dict[str, Any]:

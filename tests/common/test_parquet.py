@@ -56,3 +56,21 @@ def test_parquet_value_that_is_not_plain_is_named(tmp_path: Path, column: pa.Arr
     assert next(rows)["number"] == 1
     with pytest.raises(BadParquet, match=rf"data\.parquet, row 2: column has no plain value \(.*{cause}"):
         next(rows)
+
+
+POLARS_TYPES = (
+    "/////6YAAAAEAAAA8v///xQAAAAEAAEAAAAKAAsACAAKAAQA+P///wwAAAAIAAgAAAAEAAIAAAA0AAAABAAAAMD///8gAAAAEAAAAAgAAAABAgAAAAAA"
+    "ALj///+AAAAAAQAAAAEAAABuAAAA7P///zgAAAAgAAAAGAAAAAECAAAQABIABAAQABEACAAAAAwAAAAAAPT///9AAAAAAQAAAAgACQAEAAgAAQAAAGEA"
+)
+"""``ARROW:schema`` of polars' `write_parquet` for the columns a, Int64, and n, Int128."""
+
+
+def test_columns_of_128_bits_are_named(tmp_path: Path) -> None:
+    columns = {"a": pa.array([1, 2]), "n": pa.array([b"x" * 16, None], pa.binary(16))}
+    table = pa.table(columns).replace_schema_metadata({"writer:types": POLARS_TYPES})
+    path = tmp_path / "data.parquet"
+    pyarrow.parquet.write_table(table, path)
+    own = path.read_bytes().replace(b"ARROW:schema", b"unused:types")
+    path.write_bytes(own.replace(b"writer:types", b"ARROW:schema"))
+    with pytest.raises(BadParquet, match=r"data\.parquet: n: integers of 128 bits .* write them as text"):
+        list(parquet_rows(path))

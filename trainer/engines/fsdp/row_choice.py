@@ -161,6 +161,17 @@ def _unpacked_plan(
     raise BadJob(f"{_refusal(model)}: {because}, and one row gives other logits from call to call")
 
 
+def check_causal(model: PreTrainedModel, plan: RowPlan) -> None:
+    """Raises `BadJob` for a model whose logits depend on later tokens, which generation does not have."""
+    row, *_ = TrialRows.of(model, SHORT[:1]).rows
+    logits = TrialRows(model, (row, (*row[:-1], row[-2]))).by(plan)
+    if not _same(logits[: len(row) - 1], logits[len(row) : -1]):
+        raise BadJob(
+            f"{_refusal(model)}: its logits depend on later tokens. If it has weights of a decoder, set is_decoder to "
+            "true in its config.json"
+        )
+
+
 def _same(logits: Tensor, reference: Tensor) -> bool:
     return torch.allclose(logits, reference, atol=1e-4, rtol=1e-3)
 

@@ -20,6 +20,7 @@ from penstock.trainer.engines.fsdp.row_choice import (
     FIRST_ROW,
     MOST_TRIED,
     TrialRows,
+    check_causal,
     choose_rows,
     keeps_shared_prompts,
     lengths_of,
@@ -55,6 +56,7 @@ def find_traits(model: PreTrainedModel, vision: Vision | None = None) -> Traits:
             return Traits(
                 rows, _head_of(model, rows), shares_prompts=False, unrouted_because="a model that sees images"
             )
+        check_causal(model, rows)
         return Traits(rows, _head_of(model, rows), keeps_shared_prompts(model, rows), _unrouted_because(model, rows))
     finally:
         module.to("cpu")
@@ -97,6 +99,8 @@ def _head_of(model: PreTrainedModel, rows: RowPlan) -> Head | None:
         return None  # a scale that is learnt (Dory) is 1 in a small copy
     probe, body = TrialRows(model, (FIRST_ROW,)), body_of(model)
     hidden = run_rows(lambda inputs: body(**inputs).last_hidden_state, probe.part(), rows)
+    if hidden.shape[-1] != head.in_features:  # a layer lies between (RemBERT)
+        return None
     settings = _head_settings(model)
     logits = settings.logits(hidden, head.weight, head.bias)
     return settings if torch.allclose(logits, probe.by(rows).float(), atol=1e-5, rtol=1e-4) else None

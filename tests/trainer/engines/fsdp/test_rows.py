@@ -96,6 +96,26 @@ def test_a_head_with_parameters_of_its_own_is_called_whole(tmp_path: Path) -> No
     assert max(gaps(policy, str(tmp_path))) <= SAME
 
 
+REMBERT = {"input_embedding_size": 16, "output_embedding_size": 48}
+
+
+def test_a_layer_before_the_head_is_not_left_out(tmp_path: Path, ranks: Ranks) -> None:
+    model = Family("RemBERT", "RemBert", {**REMBERT, "is_decoder": True}).save(tmp_path)
+    assert not try_copy(model, ranks).skipped
+    policy = load_policy(model, 1.0)
+    assert policy.head is None
+    assert max(gaps(policy, model)) <= SAME
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("RemBert", REMBERT), ("Roberta", {"pad_token_id": 63})])
+def test_a_model_that_reads_later_tokens_is_refused(
+    tmp_path: Path, ranks: Ranks, kind: str, changes: Mapping[str, Any]
+) -> None:
+    model = Family(kind, kind, changes).save(tmp_path)
+    with pytest.raises(BadJob, match=r"its logits depend on later tokens.*is_decoder"):
+        FSDPEngine(model, TrainerConfig(), ranks)
+
+
 @pytest.mark.parametrize("window", [16, 4096])
 def test_what_a_model_decides_from_the_whole_call_is_decided_for_each_row(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, window: int
