@@ -18,6 +18,9 @@ from penstock.deploy.config import CODE, RUN_FILE, ConfigError, RunConfig, code_
 HEAD_LINE = "# head: "
 """Prefix in connect.env of the `process_identity` of the `penstock run` that wrote it."""
 
+EVALUATION_SETTINGS = "settings.json"
+"""A file that only the folder of an evaluation has."""
+
 
 class RunDir:
     """The folder of a run, and the names in it."""

@@ -44,7 +44,7 @@ from penstock.deploy.run.launcher import (
 from penstock.deploy.run.plan import agent_role, rollout_role
 from penstock.deploy.run.processes import RoleFailed
 from penstock.deploy.run.supervisor import LocalPlacement, StalledRun, Supervisor, Watchdog
-from penstock.deploy.run_dir import RunDir
+from penstock.deploy.run_dir import EVALUATION_SETTINGS, RunDir
 from penstock.trainer import DataError
 from penstock.transfer_queue import QueueError, QueueUnavailable, TransferQueue
 
@@ -107,7 +107,7 @@ def _evaluate(plan: EvalPlan, console: Console) -> list[EpisodeResult]:
 
 def _check_settings(plan: EvalPlan) -> None:
     """Results of other settings must not be mixed with these. Raises `ConfigError`."""
-    file, settings = plan.run.root / "settings.json", plan.settings()
+    file, settings = plan.run.root / EVALUATION_SETTINGS, plan.settings()
     if not file.exists():
         write_atomically(file, json.dumps(settings, indent=1) + "\n")
         return

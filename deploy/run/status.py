@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.dashboard import Pulse, RunFiles, advise, flat, rollout_idle
-from penstock.deploy.run_dir import RunDir
+from penstock.deploy.run_dir import EVALUATION_SETTINGS, RunDir
 
 RECENT_STEPS = 10
 QUEUE_FACTS = ("version", "committed_step", "groups", "episodes", "workers", "waits_s", "ages_s", "unconsumed_bytes")
@@ -177,7 +177,10 @@ def _servers(servers: list[dict[str, Any]]) -> Table:
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return a line per run of a folder of runs, newest first; ``quiet_s`` is the time since the last step."""
+    """Return a line per run of a folder of runs, newest first; ``quiet_s`` is the time since the last step.
+
+    Evaluations have no steps: ``step`` and ``steps`` are None.
+    """
     configs = sorted(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [_line_of(file.parent) for file in configs]
 
@@ -190,6 +193,8 @@ def _line_of(root: Path) -> dict[str, Any]:
     ended = line["finished"] or run.ended.exists()
     state = "running" if run.is_alive() else "ended" if ended else "unfinished"
     facts = {"step": line["steps"], "steps": line["steps_planned"], "reward": line["reward"]}
+    if (root / EVALUATION_SETTINGS).exists():
+        facts |= {"step": None, "steps": None}
     return {"run": root.name, "state": state, **facts, "quiet_s": written}
 
 
@@ -199,7 +204,7 @@ def draw_runs(runs: Sequence[Row]) -> Table:
         table.add_column(column)
     for one in runs:
         age = "–" if one["quiet_s"] is None else f"{_time(one['quiet_s'])} ago"
-        step = f"{one['step']} of {_or_dash(one['steps'])}"
+        step = "evaluation" if one["step"] is None else f"{one['step']} of {_or_dash(one['steps'])}"
         table.add_row(Text(one["run"]), one["state"], step, _number(one["reward"]), age)
     return table
 

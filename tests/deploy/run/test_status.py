@@ -107,9 +107,16 @@ async def test_without_a_name_the_runs_are_listed(living: LivingRun) -> None:
         write_rows(runs / name, [{"step": step, "reward": 0.5} for step in range(steps)])
     (runs / "ended" / "ended.json").write_text('{"version": 2, "why": "no progress"}')
     (runs / "killed" / "connect.env").write_text(f"# head: {process_identity()}0\n")
+    write_config(runs / "mine-eval", "trainer: {steps: 9}\n")
+    (runs / "mine-eval" / "settings.json").write_text("{}")
     listed = (await state_of("--runs-dir", str(runs)))["runs"]
     states = {one["run"]: (one["state"], one["step"], one["steps"]) for one in listed}
-    assert states == {"mine": ("running", 3, 50), "ended": ("ended", 2, 9), "killed": ("unfinished", 1, 9)}
+    assert states == {
+        "mine": ("running", 3, 50),
+        "ended": ("ended", 2, 9),
+        "killed": ("unfinished", 1, 9),
+        "mine-eval": ("unfinished", None, None),
+    }
     lines = (await invoke("--runs-dir", str(runs))).stdout.splitlines()
     assert [line.split()[:5] for line in lines if "ended" in line] == [["ended", "ended", "2", "of", "9"]]
     assert "RUN is missing" in (await invoke("--watch", "--runs-dir", str(runs))).stderr
