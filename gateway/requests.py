@@ -231,7 +231,7 @@ def _characters(value: Any) -> int:
 def resolve_request(request: CompletionRequest, response: Callable[[str], Turn | None]) -> ResolvedRequest:
     """The whole conversation of a request; `response` finds a stored one by its id.
 
-    Raises `InvalidRequest` where there is none, for calls without results, and for results without calls.
+    Raises `InvalidRequest` if there is none, for calls without results, and for results without calls.
     """
     if request.prompt is not None:
         return ResolvedRequest((), (), request.prompt, instructed=False)

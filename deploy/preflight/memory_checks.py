@@ -272,7 +272,7 @@ def check_recipes(folder: Path, described: Path | None = None) -> Iterator[Recip
     """Every YAML below `folder` that names a model.
 
     `described`: a config.json, or its folder, whose sizes count for every model. Raises `ConfigError` if there is no
-    recipe, and where `described` names no sizes.
+    recipe, or if `described` names no sizes.
     """
     files = sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")])
     recipes = [file for file in files if _is_recipe(file)]

@@ -102,7 +102,7 @@ class BroadcastGroup(ABC):
         return done
 
     def _until_set(self, key: str, wait_s: float) -> None:
-        """Raises `RuntimeError` after `wait_s`, or at once where this process stops."""
+        """Raises `RuntimeError` after `wait_s`, or at once if this process stops."""
         if self._stops is None:
             self._store.wait([key], timedelta(seconds=wait_s))
             return

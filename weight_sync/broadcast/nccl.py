@@ -112,7 +112,7 @@ class Nccl:
         self, size: int, unique_id: bytes, rank: int, silence_s: float, stops: threading.Event | None = None
     ) -> NcclCommunicator:
         """Return a communicator on the current device, once all members are there. Raises `NcclError`, also after
-        `silence_s` and where this process `stops`.
+        `silence_s` and if this process `stops`.
         """
         config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, 1, MOST_CHANNELS, None)
         handle, name = ctypes.c_void_p(), _UniqueId.from_buffer_copy(unique_id)
@@ -130,7 +130,7 @@ class Nccl:
 
 
 def until_idle(busy: Callable[[], bool], silence_s: float, stops: threading.Event | None = None) -> None:
-    """Returns once nothing is under way. Raises `NcclError` after `silence_s` and where this process `stops`, and what
+    """Return once no call is in progress. Raises `NcclError` after `silence_s` and if this process `stops`, and what
     `busy` raises."""
     give_up_at = time.monotonic() + silence_s
     while busy():

@@ -63,8 +63,8 @@ def find_traits(model: PreTrainedModel, vision: Vision | None = None) -> Traits:
 
 
 def _plan_of_copy(model: PreTrainedModel) -> RowPlan | None:
-    """Return the plan of a small copy for a model with lengths that it is not tried on itself; one by one where there
-    is no copy. None without such lengths."""
+    """Return the plan of a small copy for a model whose lengths are too long to be tried on itself; rows one by one
+    without a copy. None without such lengths."""
     if max(lengths_of(model).values(), default=0) <= MOST_TRIED:
         return None
     try:
