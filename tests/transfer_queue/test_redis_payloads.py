@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from queue_samples import at, same, tasks, trajectory
-from redis_parts import CONFIG
+from queue_samples import LIMITS, at, same, tasks, trajectory
+from redis_parts import CONFIG, PASSWORD
 
 from penstock.transfer_queue import (
     Announcement,
@@ -20,6 +24,7 @@ from penstock.transfer_queue import (
     RedisTransferQueue,
     encode_trajectory,
 )
+from penstock.transfer_queue.redis.server import RedisCluster
 
 pytestmark = pytest.mark.redis
 
@@ -181,3 +186,58 @@ async def test_a_payload_that_lacks_a_byte_is_not_acknowledged(
     await queue._connection.command("DEL", key)
     await queue.complete(lease, sent)
     assert (await queue.status()).episodes["completed"] == 1
+
+
+WRITER = """
+import asyncio, os, signal, sys
+from queue_samples import trajectory
+from redis_parts import CONFIG, PASSWORD
+from penstock.transfer_queue import RedisTransferQueue
+from penstock.transfer_queue.redis import Connection
+
+async def die(self, jobs):
+    assert await self.many([write.args for job in jobs for write in job.writes])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    queue = await RedisTransferQueue.connect(sys.argv[1], sys.argv[2], CONFIG, PASSWORD)
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    Connection.run_jobs = die
+    await queue.complete(lease, trajectory(lease, tokens=40_000))
+
+asyncio.run(main())
+"""
+
+
+async def test_payloads_of_a_killed_writer_are_released_on_a_cluster(
+    redis_cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies after the payload is stored, before the index knows of it; what is acknowledged stays."""
+    run = f"t-{secrets.token_hex(4)}"
+    queue = await RedisTransferQueue.connect(redis_cluster.url, run, CONFIG, PASSWORD)
+    await queue.create_run(LIMITS, "config: 1")
+    await queue.submit(tasks(3), cursor=at(3))
+    try:
+        command = [sys.executable, "-c", WRITER, redis_cluster.url, run]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        writer = await asyncio.create_subprocess_exec(*command, env=environment)
+        assert await writer.wait() == -signal.SIGKILL
+        (lease,) = await queue.lease_episodes("other", 1, 0)
+        sent = trajectory(lease)
+        await queue.complete(lease, sent)
+        whole = await payload_keys(queue)
+        await queue.drop_split("none")
+        assert await payload_keys(queue) == whole, "younger than any call that is under way"
+        monkeypatch.setattr("penstock.transfer_queue.redis.queue.UNACKNOWLEDGED_S", 0)
+        await queue.drop_split("none")
+        assert len(whole) > len(await payload_keys(queue)) == 1
+        (read,) = await queue.read([lease.episode_id])
+        assert same(list(read.segments), list(sent.segments))
+        assert await queue._connection.command("EXISTS", f"{queue._keys.index}reserved") == 0
+    finally:
+        await queue.drop_run()
+        await queue.close()
+
+
+async def payload_keys(queue: RedisTransferQueue) -> set[bytes]:
+    return {key async for keys in queue._connection.scan(queue._keys.patterns()[1]) for key in keys}

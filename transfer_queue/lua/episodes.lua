@@ -171,6 +171,7 @@ if pieces > 0 and stored < bytes then
 end
 
 for i = 2, pieces + 1 do call('PERSIST', KEYS[i]) end
+if pieces == 0 then call('ZREM', key('reserved'), payload_name(episode, fence, nonce) .. ' ' .. bytes) end
 
 -- A lease that ran out and was not given on is in the queue.
 if state == 'l' then unhold(episode, split, worker, lost_by or '') else close_episode(episode, split) end

@@ -129,6 +129,24 @@ for i, episode in ipairs(ARGV) do
 end
 return rows
 
+-- script: reserve
+-- needs: run, clock
+-- ARGV: rows of `garbage`, of payloads that a writer stores next on other servers. `complete` takes them out again.
+local reserved = {}
+for i, row in ipairs(ARGV) do
+  reserved[2 * i - 1], reserved[2 * i] = now_ms(), row
+end
+call('ZADD', key('reserved'), unpack(reserved))
+
+-- script: release_reserved
+-- needs: run, clock
+-- ARGV: milliseconds. Names in `garbage` what was reserved so long ago and never acknowledged: its writer is dead.
+local rows = call('ZRANGEBYSCORE', key('reserved'), '-inf', now_ms() - tonumber(ARGV[1]))
+in_pieces(rows, function(...)
+  call('SADD', key('garbage'), ...)
+  call('ZREM', key('reserved'), ...)
+end)
+
 -- script: sweep
 -- needs: run
 -- flags: allow-oom

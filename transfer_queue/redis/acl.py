@@ -32,7 +32,7 @@ _RUN = ("run",)
 _STEPS = ("steps", "steps:*", "trained_ahead")
 _EPISODES = (
     *("clock", "counters", "counts", "queue*", "admitted", "ready", "open:*", "leases", "workers", "group:*", "task:*"),
-    *("journal:*", "letter*", "split*", "lengths", "failures", "in_system", "garbage", "most_held"),
+    *("journal:*", "letter*", "split*", "lengths", "failures", "in_system", "garbage", "reserved", "most_held"),
     "asked:*",
 )
 _SERVERS = ("servers", "servers_until", "updates", "turns", "turn_fence", "turn_reports")

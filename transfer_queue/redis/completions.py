@@ -3,7 +3,8 @@
     complete        SET payload; script ``complete``
     complete_many   the same of several; in shares, `SHARES_AT_ONCE` of them under way
 
-On a cluster the payloads of a share go first, to their nodes, and the scripts after them.
+On a cluster the payloads of a share are reserved first, so that those of a writer that dies are swept; then they go to
+their nodes, and the scripts after them.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ class Completions:
     async def _acknowledge(self, completions: Sequence[_Completion]) -> list[Refusal | None]:
         """Store and acknowledge in one round trip; the payloads of refused ones are deleted, and of those whose episode
         another completion under the same fence has ended."""
+        if self._connection.spreads:
+            await self._connection.script("reserve", self._keys.index, *(one.stored.row for one in completions))
         await self._connection.run_jobs([one.job for one in completions])
         gone = [one.stored for one in completions if one.job.refusal is not None or not one.job.script.reply]
         if gone:

@@ -6,6 +6,7 @@
     penstock:{RUN}:turns                 hash: holder → packed entry, of devices that engines and trainer share
     penstock:{RUN}:steps                 hash: version, next and committed step, announcement, batch:STEP → groups
     penstock:{RUN}:counters, counts      hashes: bytes, fences, the cursor; what ever happened
+    penstock:{RUN}:reserved              sorted set: payloads that a writer stores in a cluster, by the time
     penstock:{RUN}:queue[:SOURCE], admitted, ready, open:train, open:other, leases, letters   sorted sets
     penstock:{RUN}:group:TASK_ID         hash: a group and its members
     penstock:{RUN}:task:TASK_ID          string: its packed task

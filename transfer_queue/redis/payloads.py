@@ -54,6 +54,11 @@ class StoredPayload:
     size: int
     """Bytes of all its pieces."""
 
+    @property
+    def row(self) -> str:
+        """The member of the sets `garbage` and `reserved` that stands for it."""
+        return f"{self.name} {self.size}"
+
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
@@ -86,7 +91,7 @@ class Payloads:
         """Commands that store it. NX: a repeat of the call never replaces an acknowledged payload.
 
         It expires unless script ``complete`` acknowledges it, so that a writer that dies leaves nothing behind. On a
-        cluster, where no script can reach it, such a payload stays until its run is dropped.
+        cluster, where no script can reach it, it is reserved before it is written (`Completions`), and swept.
         """
         how = ["NX"] if self._connection.spreads else ["NX", "EX", str(UNACKNOWLEDGED_S)]
         if packed.size <= CHUNK_BYTES:

@@ -37,7 +37,7 @@ from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, task_cost
 from penstock.transfer_queue.redis.client import Connection
 from penstock.transfer_queue.redis.completions import Completions
 from penstock.transfer_queue.redis.keys import LAYOUT, Keys
-from penstock.transfer_queue.redis.payloads import PayloadReader, Payloads, StoredPayload
+from penstock.transfer_queue.redis.payloads import UNACKNOWLEDGED_S, PayloadReader, Payloads, StoredPayload
 from penstock.transfer_queue.redis.replies import (
     layout_refused,
     lease_from_row,
@@ -302,6 +302,8 @@ class RedisTransferQueue:
     async def _sweep(self) -> None:
         """Delete payloads that no group references. Their names are never reused, so a repeat is harmless."""
         garbage = self._keys.garbage
+        if self._connection.spreads:
+            await self._script("release_reserved", 1000 * UNACKNOWLEDGED_S)
         while rows := await self._connection.command("SRANDMEMBER", garbage, 500):
             pairs = [row.decode().rpartition(" ") for row in rows]
             gone = [StoredPayload(name, int(size)) for name, _, size in pairs]
