@@ -152,6 +152,9 @@ class SamplingSession(Body):
 class SessionRecord(Body):
     owner: str
     created: float
+    seen: float
+    """The time of the last heartbeat."""
+    is_finished: bool = False
     user_metadata: dict[str, Any] | None = None
 
 

@@ -72,12 +72,14 @@ def _add_server(router: APIRouter, context: ServiceContext) -> None:
 def _add_sessions(router: APIRouter, context: ServiceContext) -> None:
     @router.post("/session_heartbeat")
     async def heartbeat(body: dict[str, Any], http: Request) -> dict[str, str]:
-        await context.record("session", str(body.get("session_id")), SessionRecord, owner_of(http))
+        """410 for a session that has ended: the client stops."""
+        await _seen(context, str(body.get("session_id")), owner_of(http))
         return {"type": "session_heartbeat"}
 
     @router.post("/sessions/{session_id}/finish")
     async def finish(session_id: str, http: Request) -> dict[str, Any]:
-        await context.record("session", session_id, SessionRecord, owner_of(http))
+        """The end of a session: its models and samplers are removed a while later, checkpoints stay."""
+        await _seen(context, session_id, owner_of(http), is_finished=True)
         return {}
 
     @router.get("/sessions")
@@ -178,6 +180,14 @@ async def _path_of(context: ServiceContext, http: Request, run_id: str, kind: st
         raise HttpError(404, "checkpoint", "there is none of this key")
     await context.record("checkpoint", str(path), CheckpointRecord, owner_of(http))
     return path
+
+
+async def _seen(context: ServiceContext, session_id: str, owner: str, *, is_finished: bool = False) -> None:
+    record = await context.record("session", session_id, SessionRecord, owner)
+    if record.is_finished:
+        raise HttpError(410, "session_id", "the session has ended")
+    changed = record.model_copy(update={"seen": time.time(), "is_finished": is_finished})
+    await context.requests.put(Record("session", session_id, changed.model_dump_json()))
 
 
 def _signature(context: ServiceContext, path: CheckpointPath, until: int, file: str) -> str:

@@ -117,9 +117,8 @@ def _add_models(router: APIRouter, context: ServiceContext) -> None:
     async def create_session(body: dict[str, Any], http: Request) -> dict[str, Any]:
         session_id = secrets.token_hex(12)
         metadata = body.get("user_metadata")
-        record = SessionRecord(
-            owner=owner_of(http), created=time.time(), user_metadata=metadata if isinstance(metadata, dict) else None
-        )
+        metadata, now = metadata if isinstance(metadata, dict) else None, time.time()
+        record = SessionRecord(owner=owner_of(http), created=now, seen=now, user_metadata=metadata)
         await context.requests.put(Record("session", session_id, record.model_dump_json()))
         return {"type": "create_session", "session_id": session_id, "info_message": None}
 

@@ -193,6 +193,8 @@ class SampleRunner:
         tokens: list[int] = []
         logprobs: list[float] = []
         async for chunk in (stream := self._client.stream(request)):
+            if any(span[0] != version for span in chunk.version_spans):
+                raise EngineError(f"the servers have other weights than version {version}")
             tokens += chunk.token_ids
             logprobs += chunk.logprobs
             if texts and (end := self._end(tokens, texts)):

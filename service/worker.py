@@ -34,6 +34,7 @@ from penstock.service.calls import (
     SaveExternal,
     SaveForSampler,
     SaveWeights,
+    SessionRecord,
     checkpoint_folder,
     folder_name,
 )
@@ -52,7 +53,9 @@ IDLE_S = 0.02
 """Between two looks into an empty log."""
 READ_AHEAD = 64
 SWEEP_S = 60.0
-"""Between two looks for checkpoints whose time is over."""
+"""Between two looks for what is over."""
+FINISHED_S, SILENT_S = 60.0, 24 * 3600.0
+"""After its end, or its last heartbeat, a session's models and samplers are removed."""
 logger = logging.getLogger(__name__)
 
 
@@ -299,7 +302,31 @@ class RequestRunner:
         return RunRecord.model_validate_json(text)
 
     async def _sweep(self) -> None:
-        """Remove checkpoints whose time is over."""
+        """Remove checkpoints whose time is over, and models and samplers of sessions that have ended: their clients
+        said so, or were silent for `SILENT_S`."""
+        ended = await self._ended_sessions()
+        over = [name for name in self._models.names if name.partition(":")[0] in ended]
+        for model_id in over:
+            await self._in_torch(self._models.remove, model_id)
+        if over:
+            await self._write_point()
+            await self._requests.trim(self._position)
+        for name, text in (await self._requests.records("sampler")).items():
+            sampler = SamplerRecord.model_validate_json(text)
+            if sampler.session_id in ended and sampler.folder is not None and sampler.folder.startswith("samplers/"):
+                await self._requests.put(Record("sampler", name, ""))
+                await asyncio.to_thread(shutil.rmtree, self._job.folder / sampler.folder, ignore_errors=True)
+        await self._remove_expired()
+
+    async def _ended_sessions(self) -> set[str]:
+        records = (await self._requests.records("session")).items()
+        sessions = {name: SessionRecord.model_validate_json(text) for name, text in records}
+        now = time.time()
+        return {
+            name for name, one in sessions.items() if now - one.seen > (FINISHED_S if one.is_finished else SILENT_S)
+        }
+
+    async def _remove_expired(self) -> None:
         for path, text in (await self._requests.records("checkpoint")).items():
             record, parsed = CheckpointRecord.model_validate_json(text), CheckpointPath.parse(path)
             if parsed is not None and record.expires is not None and record.expires < time.time():

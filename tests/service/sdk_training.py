@@ -11,7 +11,7 @@ import tinker
 from tinker import types
 
 warnings.simplefilter("ignore")
-STEPS = 60
+STEPS = 150
 
 
 def datum(source: random.Random) -> types.Datum:

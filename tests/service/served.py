@@ -30,14 +30,20 @@ class Served:
 
     def start(self, program: str, *words: str) -> subprocess.Popen[str]:
         """A program of this folder, with the SDK."""
-        command = [sys.executable, str(HERE / program), NAME, *words]
+        return self.run(str(HERE / program), NAME, *words)
+
+    def run(self, *words: str) -> subprocess.Popen[str]:
+        """This Python, with the SDK."""
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=dict(self.environment), cwd=self.folder, **pipes)
+        return subprocess.Popen([sys.executable, *words], env=dict(self.environment), cwd=self.folder, **pipes)
 
     def result(self, program: subprocess.Popen[str]) -> Any:
+        return json.loads(self.output(program))
+
+    def output(self, program: subprocess.Popen[str]) -> str:
         output, errors = program.communicate(timeout=3000)
         assert program.returncode == 0, errors[-4000:] + (self.folder / "serve.log").read_text()
-        return json.loads(output)
+        return output
 
     def kill(self, what: str) -> None:
         """Kill the service's child whose command line has `what`; none may be there in the middle of a restart."""
@@ -51,12 +57,12 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Served]:
+def serving(folder: Path, model_name: str = NAME) -> Iterator[Served]:
     folder.mkdir(exist_ok=True)
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    settings = [f"runs_dir={folder}", "name=service", "trainer.lora.rank=16", "trainer.checkpoint_every=4"]
-    settings.append("trainer.max_restarts=1000")
+    settings = [f"runs_dir={folder}", "name=service", "trainer.lora.rank=32", "trainer.checkpoint_every=4"]
+    settings += ["trainer.max_restarts=1000", "rollout.max_model_len=1024"]
     command = [
         sys.executable,
         "-m",
@@ -65,7 +71,7 @@ def serving(folder: Path) -> Iterator[Served]:
         str(ROOT / "recipes" / "calculator.yaml"),
         *settings,
     ]
-    command += ["--port", str(port), "--model-name", NAME]
+    command += ["--port", str(port), "--model-name", model_name]
     log = folder / "serve.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder)

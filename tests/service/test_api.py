@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from service_parts import IDS, NAME, Client, Service, forward_body, logprobs_of
 
-from penstock.service import routes
+from penstock.service import routes, worker
 from penstock.trainer import Ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis]
@@ -192,6 +192,22 @@ async def _save(client: Client, model: str, number: int, **fields: Any) -> str:
     return str(answer["request_id"])
 
 
+async def test_models_and_samplers_of_a_session_that_has_ended_are_removed(
+    service: Service, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "FINISHED_S", -1.0)
+    ended, other = await client.model(), await client.model()
+    saved = await client.post("save_weights_for_sampler", model_id=ended, seq_id=1, sampling_session_seq_id=0)
+    sampler = (await client.result(saved["request_id"]))["sampling_session_id"]
+    await client.post(f"sessions/{ended.partition(':')[0]}/finish", reason={"type": "success"})
+    assert (await client.call("POST", "session_heartbeat", {"session_id": ended.partition(":")[0]}))[0] == 410
+    await service.runner._sweep()
+    assert "not here any more" in (await client.result(await client.forward(ended, 2)))["error"]
+    assert (await client.call("GET", f"samplers/{sampler}"))[0] == 404
+    assert not list((service.folder / "samplers").iterdir())
+    assert (await client.result(await client.forward(other, 1))).metrics["loss:sum"] > 0
+
+
 async def test_too_many_requests_are_refused_with_a_time(
     service: Service, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +240,7 @@ async def test_a_poll_is_held_and_then_asked_again(service: Service, ranks: Rank
     assert (await poll).metrics["loss:sum"] > 0
 
 
-@pytest.mark.parametrize("killed_after", range(9))
+@pytest.mark.parametrize("killed_after", [0, 2, 5, 7])
 async def test_a_trainer_that_is_killed_applies_every_request_once(
     service: Service, ranks: Ranks, killed_after: int
 ) -> None:

@@ -44,7 +44,8 @@ def test_every_call_of_the_sdk(served: Served) -> None:
     assert seen["checkpoints"] == ["sampler_weights/named", "weights/first"]
 
 
-KILLS = 24
+KILLS = 100
+"""The most of them: fewer where the clients end before."""
 
 
 @pytest.mark.deep
@@ -58,8 +59,11 @@ def test_whatever_is_killed_each_request_is_applied_once(tmp_path: Path) -> None
         with serving(tmp_path / f"killed-{kills}") as served:
             clients = [served.start("sdk_training.py", str(seed)) for seed in (1, 2)]
             for number in range(kills):
-                time.sleep(random.uniform(1.0, 4.0))
+                time.sleep(random.uniform(0.3, 3.0))
+                if all(client.poll() is not None for client in clients):
+                    break
                 served.kill(("service-trainer", "service-api", "redis-server")[number % 3])
+                print(f"kill {number + 1}")
             results.append([served.result(client) for client in clients])
     assert results[0] == results[1]
     assert results[0][0] != results[0][1]

@@ -53,8 +53,8 @@ class ClientModels:
         return self._engine.limits
 
     @property
-    def largest_rank(self) -> int:
-        return self._place.most
+    def names(self) -> list[str]:
+        return list(self._states)
 
     def create(self, model_id: str, rank: int, seed: int, *, attention: bool = True, mlp: bool = True) -> None:
         """Raises `BadRequestData`."""
@@ -152,6 +152,12 @@ class ClientModels:
             self._present = None
         self._changed(model_id)
         self._states[model_id] = state if with_optimizer else _without_training(state)
+
+    def remove(self, model_id: str) -> None:
+        if self._present == model_id:
+            self._present = None
+        self._states.pop(model_id, None)
+        self._files.pop(model_id, None)
 
     def drop_gradients(self, model_id: str) -> None:
         """A request has failed in the middle of them."""
