@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -216,6 +217,12 @@ class WeightFiles:
 def _wires(from_gpus: bool) -> tuple[str, ...]:
     """Return the wires that this process can send over."""
     if not from_gpus or not torch.cuda.is_available():
+        return (GLOO,)
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        logger.warning(
+            "rollout.weight_transport=nccl: broadcasts go over gloo: CUDA_DEVICE_MAX_CONNECTIONS is 1, one queue of "
+            "the GPU, in which they and the collectives of a step would wait for each other; unset it, or set broadcast"
+        )
         return (GLOO,)
     try:
         return (f"{NCCL}{Nccl.load().version}", GLOO)

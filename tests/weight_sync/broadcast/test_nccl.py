@@ -234,14 +234,32 @@ async def test_trainer_sends_over_gloo_unless_it_is_told_otherwise(
         await files.broadcaster.park(1, WIRE)
 
 
-@pytest.mark.parametrize(("found", "wires"), [(True, set(BOTH)), (False, {"gloo/2"})])
-def test_trainer_without_the_library_sends_over_gloo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, found: bool, wires: set[str]
+@pytest.mark.parametrize(
+    ("name", "queues", "wires", "warning"),
+    [
+        ("", "8", set(BOTH), ""),
+        ("libnccl.so.2", "8", {"gloo/2"}, "NCCL cannot be used"),
+        ("", "1", {"gloo/2"}, "CUDA_DEVICE_MAX_CONNECTIONS is 1"),
+    ],
+    ids=["nccl", "no library", "one queue"],
+)
+def test_trainer_that_cannot_use_nccl_beside_its_steps_sends_over_gloo(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    queues: str,
+    wires: set[str],
+    warning: str,
 ) -> None:
+    """With one queue of launches a bucket and a collective of a step, in another order on another rank, would wait for
+    each other."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    if not found:
-        monkeypatch.setattr(Nccl, "path", str(tmp_path / "libnccl.so.2"))
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    if name:
+        monkeypatch.setattr(Nccl, "path", str(tmp_path / name))
     files = WeightFiles(tmp_path / "published", "broadcast", token="secret", from_gpus=True)
     assert files.broadcaster is not None
     assert files.broadcaster._wires == wires
-    assert ("NCCL cannot be used" in caplog.text) is not found
+    assert warning in caplog.text
+    assert bool(warning) == bool(caplog.text)
