@@ -8,6 +8,7 @@ meant, in the arguments of a call; elsewhere it says that a key is absent.
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,8 @@ def text_of(line: bytes) -> str:
         return line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = f"{error.reason}, byte {error.start}"
-        raise BadMessages(f"not UTF-8: {place}; convert the file, for example `iconv -f latin1 -t utf-8`") from error
+        theirs = "utf-16" if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "latin1"
+        raise BadMessages(f"not UTF-8: {place}; convert the file, for example `iconv -f {theirs} -t utf-8`") from error
 
 
 def without_nulls(value: Any) -> Any:

@@ -142,8 +142,9 @@ BAD_ROWS = [
     (GOOD | {"reward_model": '{"ground_truth": "2"}'}, "reward_model is text, an object is needed"),
     (
         json.dumps(GOOD, ensure_ascii=False).replace("1 + 1", "1 é 1").encode("latin-1"),
-        "not UTF-8: .*; convert the file",
+        "not UTF-8: .*; convert the file, for example `iconv -f latin1 ",
     ),
+    (json.dumps(GOOD).encode("utf-16"), "not UTF-8: .*; convert the file, for example `iconv -f utf-16 "),
     (
         GOOD | {"prompt": [{"role": "user", "content": 5}]},
         r"prompt\[0\].content must be text or a list of parts, found 5",
