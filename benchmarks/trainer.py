@@ -4,6 +4,7 @@
 
 packed             pack, advantages, loss, update: `trainer.learner` with the engine fsdp, as a run has them
 padded             a plain loop over the transformers model: rows of similar length together, padded, all logits
+tree               an episode of 20 turns whose template strips thinking: its rows in one tree, and apart
 start              ranks that load a larger model: the most memory that one needs, over the bytes of its shard
 
 One model, one batch of log-normal lengths, one update per step, on every side the same gradient (figure `grad_norm`).
@@ -26,6 +27,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,7 +41,7 @@ from benchmarks.support.work import Work, log_normal_lengths
 PROMPT_TOKENS = 32
 STEP_TIMEOUT_S = 3600.0
 LOAD_RANKS = 4
-LOAD_TIMEOUT_S = 900.0
+CHILD_TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,7 @@ async def _measure(extent: TrainerExtent) -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             sides = await _sides(extent, folder, stack)
             figures["batch"] = await _compare(sides, extent)
+        figures["tree"] = await asyncio.to_thread(tree_step, Path(folder), extent.rounds)
     figures["start"] = await asyncio.to_thread(starts, SIZES[extent.load_model])
     return {"bench": "trainer", "ratio": _ratios(figures), "figures": figures, "setup": setup}
 
@@ -108,15 +111,27 @@ def starts(size: Size) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         folder = Path(name)
         save_model(size, folder / "model", "float32")
-        paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        command = [sys.executable, "-m", "benchmarks.support.load_peak", str(folder / "model"), str(LOAD_RANKS), name]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=env, check=True, timeout=LOAD_TIMEOUT_S)
+        _module("load_peak", folder / "model", LOAD_RANKS, folder)
         ranks = [json.loads((folder / f"peak_{rank}.json").read_text()) for rank in range(LOAD_RANKS)]
     return {
         "ranks": ranks,
         "load_peak_over_shard": round(max(one["peak_bytes"] / one["shard_bytes"] for one in ranks), 3),
     }
+
+
+def tree_step(model: Path, rounds: int) -> dict[str, Any]:
+    """The tokens that a tree computes, and the time of a step on a core, in the tree and with its rows apart."""
+    figures: dict[str, Any] = json.loads(_module("tree_step", model, rounds).splitlines()[-1])
+    return figures
+
+
+def _module(name: str, *arguments: object) -> str:
+    """Run a module of `support` on one thread; returns what it prints."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", f"benchmarks.support.{name}", *map(str, arguments)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, check=True, timeout=CHILD_TIMEOUT_S, stdout=subprocess.PIPE, text=True)
+    return done.stdout
 
 
 @dataclass
@@ -181,6 +196,7 @@ async def _cell(side: TrainerSide, work: Work, first: Mapping[str, Any]) -> dict
 def _ratios(figures: Mapping[str, Any]) -> dict[str, float]:
     """Throughput by the clock and by time on a core: each round's own ratio, then the median over the rounds."""
     packed, padded = (figures["batch"]["sides"][name] for name in ("packed", "padded"))
+    tree = figures["tree"]
 
     def over(rounds: str) -> float:
         return round(median(a / b for a, b in zip(packed[rounds], padded[rounds], strict=True)), 3)
@@ -188,6 +204,8 @@ def _ratios(figures: Mapping[str, Any]) -> dict[str, float]:
     return {
         "tokens_over_padded_loop": over("tokens_per_s_rounds"),
         "cpu_tokens_over_padded_loop": over("tokens_per_cpu_s_rounds"),
+        "tree_tokens_over_longest": round(tree["computed"] / tree["longest"], 3),
+        "tree_step_over_rows_apart": round(median(map(truediv, tree["cpu_s"]["tree"], tree["cpu_s"]["apart"])), 3),
         "load_peak_over_shard": figures["start"]["load_peak_over_shard"],
         "peak_over_padded_loop": round(packed["step_peak_mb"] / padded["step_peak_mb"], 3),
     }

@@ -13,6 +13,7 @@ SINCE_0_2: dict[str, str] = {
     "stall_action": "a stalled run ends, --resume continues it, a larger stall_timeout_s waits longer; delete the line",
     "trainer.bad_batch_dumps": "the first three bad batches of each rank are kept; delete the line",
     "trainer.eval_timeout_s": "an evaluation of which no episode ends for half an hour is given up; delete the line",
+    "trainer.share_prompts": "rows share what they begin with wherever that spares a tenth; delete the line",
     "sandbox.managed.call_timeout_s": "one request to a provider has 60 s; delete the line",
     "sandbox.managed.starts_at_once": "a process makes eight boxes of a provider at once; delete the line",
     "sandbox.server.max_calls": "calls with the run's own token are not limited; delete the line",

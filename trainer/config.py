@@ -277,9 +277,6 @@ class TrainerConfig(BaseModel):
         None, gt=0, description="Peak of one rank's device in TFLOP/s, for mfu; None: as known GPUs have in bfloat16."
     )
     micro_batch_tokens: int = Field(2048, gt=0, description="Token budget of one packed forward and backward.")
-    share_prompts: bool = Field(
-        True, description="Compute a prompt once for a group's rows that begin with it, if that spares a tenth."
-    )
     checkpoint_every: int = Field(10, gt=0, description="Steps between checkpoints (and queue commits).")
     keep_checkpoints: int = Field(2, gt=0, description="Newest checkpoints kept.")
     stop: StopConfig = StopConfig()

@@ -62,8 +62,8 @@ class Engine(Protocol):
     def has_critic(self) -> bool: ...
 
     @property
-    def shares_prompts(self) -> bool:
-        """True if the packs' rows may share their prompts, see `packing`."""
+    def shares_prefixes(self) -> bool:
+        """True if the packs' rows may share their prefixes, see `prefix_trees`."""
 
     @property
     def row_layout(self) -> RowLayout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ class Learner:
             tally.add("kl/coefficient", coefficient)
             tally.add("kl/per_episode", scored.kl)
             self._engine.kl_coefficient = steered(coefficient, scored.kl, kl.target, episodes, kl.horizon)
-        tally_batch(tally, batch, advantages.tokens)
+        tally_batch(tally, batch, advantages.tokens, list(chain.from_iterable(scored.minibatches)))
         metrics = step_metrics(batch, tally.reduce(self._ranks), updates)
         loads = self._engine.take_router_loads()
         return metrics if loads is None else {**metrics, **router_metrics(loads, self._ranks)}
@@ -275,7 +276,7 @@ class Learner:
         return values
 
     def _packs(self, rows: Sequence[Row]) -> list[Pack]:
-        share, layout = self._engine.shares_prompts, self._engine.row_layout
+        share, layout = self._engine.shares_prefixes, self._engine.row_layout
         return pack_rows(rows, self._config.micro_batch_tokens, share=share, layout=layout)
 
     def _split(self, batch: StepBatch) -> list[list]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.trainer.batch import StepBatch
 from penstock.trainer.engine import RouterLoads, Update
+from penstock.trainer.packing import Pack
 from penstock.trainer.ranks.distributed import Ranks, merge_by_name
 from penstock.trainer.stopping import tokens_without_logprob
 from penstock.transfer_queue import OutcomeKind, Trajectory
@@ -24,6 +25,7 @@ from penstock.transfer_queue import OutcomeKind, Trajectory
 COUNTS = (
     "tokens",
     "tokens_squared",
+    "prefix_tokens_saved",
     "tokens_sampled",
     "tokens_trained",
     "tokens_masked",
@@ -38,9 +40,9 @@ MAX_FAULTS = 5
 """Different faults in a step's metrics."""
 
 
-def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor) -> None:
+def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor, packs: Sequence[Pack]) -> None:
     """Count the metrics of the batch itself: rewards, lengths, groups without signal, tokens left out. advantages
-    [N]
+    [N]; packs: all of the batch.
     """
     tally.add("reward", batch.rewards)
     tally.add("reward_squared", batch.rewards**2)
@@ -63,9 +65,12 @@ def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor) 
             tally.count(f"fault/{fault}", 1)
         for name, value in trajectory.metrics.items():
             tally.add(f"episode/{name}", value)
+    for pack in packs:
+        tally.count("tokens_squared", pack.tokens_squared)
+        tally.count("prefix_tokens_saved", -len(pack.ids))
     for row in batch.rows:
         tally.count("tokens", len(row.ids))
-        tally.count("tokens_squared", len(row.ids) ** 2)
+        tally.count("prefix_tokens_saved", len(row.ids) if len(row.targets) else 0)
         tally.count("tokens_sampled", len(row.targets))
         tally.count("tokens_trained", int(row.mask.sum()))
         tally.count("tokens_masked", int((~row.mask).sum()))

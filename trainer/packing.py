@@ -2,12 +2,7 @@
 
 For a model that cannot keep packed rows apart, rows of about one length, which it takes on lines of their own.
 
-Rows that begin with the same prompt, as those of a group do, may share it: the prompt is computed once, and what each
-row continues with sees it and itself. Gradients of all of them meet in it. Equal to rows apart but for rounding.
-
-    rows apart     p p p a a · p p p b b b          shared     p p p · a a · b b b
-                                                    run           0     1     2
-                                                    parent       −1     0     0
+Rows may share their beginnings (`prefix_trees`): a run of tokens then continues from a token of another run.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.trainer.batch import NO_ID, Row
+from penstock.trainer.prefix_trees import PrefixTree, Run, grow_trees, lay_out
 
-ON_HOST = ("image_bytes", "image_bounds", "shown", "parents", "run_lengths")
+ON_HOST = ("image_bytes", "image_bounds", "shown", "forks", "run_lengths")
 """Fields of a pack that go to no device."""
 
 
@@ -44,13 +40,13 @@ class RowLayout(Enum):
 class Pack:
     """One forward and backward. L = tokens, R = runs of tokens that see each other, N = sampled tokens of all rows.
 
-    A run is a row, or where rows share their prompt: that prompt, or what one of the rows continues with.
+    A run is a row, or where rows share their beginnings: what one of them continues with.
     """
 
     ids: Tensor
     """[L] int64"""
     positions: Tensor
-    """[L] int64, from 0 in every row"""
+    """[L] int64, from 0 in every row, shared tokens with it"""
     row_bounds: Tensor
     """[R + 1] int32: run r is tokens row_bounds[r] … row_bounds[r + 1] − 1"""
     predictors: Tensor
@@ -79,8 +75,9 @@ class Pack:
     """[N] float32, the teacher's logprobs, NaN for rows without a teacher; None: no row of the pack has one."""
     experts: Tensor | None = None
     """[L, layers, k] int16, which read each token in the engine; k equal numbers: not known. None: of no token."""
-    parents: Tensor | None = None
-    """[R] int32, the run that a run continues from, −1 for none. None: no row shares anything. On the host."""
+    forks: Tensor | None = None
+    """[R] int64, the place of the token that a run continues from, of an earlier run; −1: it begins a row. None: no row
+    shares anything. On the host."""
     top_ids: Tensor | None = None
     """[N, k] int32, as `Row.top_ids`, `NO_ID` also for rows that have none, or fewer than others. None: no row has."""
     top_logprobs: Tensor | None = None
@@ -112,6 +109,11 @@ class Pack:
         return images
 
     @property
+    def tokens_squared(self) -> int:
+        """Σ L² over its rows, less P² for the first P tokens that a row shares: pairs of tokens, each counted twice."""
+        return int((2 * self.positions + 1).sum())
+
+    @property
     def without_tops(self) -> Pack:
         """Return the pack without the likeliest ids, whose logprobs are then not computed."""
         return replace(self, top_ids=None, top_logprobs=None)
@@ -119,18 +121,6 @@ class Pack:
     def to(self, device: torch.device) -> Pack:
         names = [name for name in self.__slots__ if name not in ON_HOST and getattr(self, name) is not None]
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """Rows whose first `shared` tokens are the same and computed once."""
-
-    rows: Sequence[Row]
-    shared: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.shared + sum(len(row.ids) - self.shared for row in self.rows)
 
 
 def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -165,65 +155,33 @@ def split_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def pack_rows(
     rows: Sequence[Row], budget: int, *, share: bool = False, layout: RowLayout = RowLayout.PACKED
 ) -> list[Pack]:
-    """Packs of all rows that have a sampled token (the others carry neither loss nor metrics). `share`: prompts, where
-    rows are packed."""
+    """Packs of all rows that have a sampled token (the others carry neither loss nor metrics). `share`: their
+    beginnings, where rows are packed."""
     rows = [row for row in rows if len(row.targets)]
     if layout is not RowLayout.PACKED:
         lengths = [len(row.ids) for row in rows]
         batches = split_by_length(lengths, budget if layout is RowLayout.PADDED else 0)
         return [join_rows([rows[index] for index in indices]) for indices in batches]
-    bundles = bundled(rows, budget) if share else [Bundle([row]) for row in rows]
-    chosen = split_by_budget([bundle.tokens for bundle in bundles], budget)
-    return [join_bundles([bundles[index] for index in indices]) for indices in chosen]
-
-
-def bundled(rows: Sequence[Row], budget: int) -> list[Bundle]:
-    """Rows with the same prompt together, as many as `budget` holds, if that spares enough of their tokens."""
-    by_prompt: dict[bytes, list[Row]] = {}
-    for row in rows:
-        by_prompt.setdefault(_alike(row), []).append(row)
-    return [bundle for alike in by_prompt.values() for bundle in _bundles(alike, budget)]
-
-
-def _bundles(alike: Sequence[Row], budget: int) -> list[Bundle]:
-    shared = len(_prompt(alike[0]))
-    parts = split_by_budget([len(row.ids) - shared for row in alike], max(budget - shared, 1))
-    bundles: list[Bundle] = []
-    for part in parts:
-        bundle = Bundle([alike[index] for index in part], shared)
-        apart = sum(len(row.ids) for row in bundle.rows)
-        # Below a tenth the mask that attention to a parent needs costs what is spared.
-        pays = apart - bundle.tokens >= 0.1 * apart
-        bundles += [bundle] if pays else [Bundle([row]) for row in bundle.rows]
-    return bundles
-
-
-def _prompt(row: Row) -> NDArray[np.int64]:
-    """All before the first sampled token."""
-    return row.ids[: row.targets[0]]
-
-
-def _alike(row: Row) -> bytes:
-    """Equal for rows whose prompts are computed alike: by the same experts."""
-    prompt = _prompt(row)
-    return prompt.tobytes() + (b"" if row.experts is None else row.experts[: len(prompt)].tobytes())
+    trees = grow_trees(rows, budget) if share else [PrefixTree([row], [0]) for row in rows]
+    chosen = split_by_budget([tree.cost for tree in trees], budget)
+    return [join_trees([trees[index] for index in indices]) for indices in chosen]
 
 
 def join_rows(rows: Sequence[Row]) -> Pack:
     """One pack in which no row shares anything."""
-    return join_bundles([Bundle([row]) for row in rows])
+    return join_trees([PrefixTree([row], [0]) for row in rows])
 
 
-def join_bundles(bundles: Sequence[Bundle]) -> Pack:
-    rows = [row for bundle in bundles for row in bundle.rows]
-    runs, predictors = _lay_out(bundles)
-    parents = torch.tensor([run.parent for run in runs], dtype=torch.int32)
+def join_trees(trees: Sequence[PrefixTree]) -> Pack:
+    rows = [row for tree in trees for row in tree.rows]
+    runs, predictors = lay_out(trees)
+    forks = torch.tensor([run.fork for run in runs], dtype=torch.int64)
     top_ids, top_logprobs = _tops(rows)
     image_bytes, image_bounds, shown = _images(runs)
     return Pack(
-        ids=_join([run.row.ids[run.start : run.end] for run in runs]),
-        positions=_join([np.arange(run.start, run.end) for run in runs]),
-        row_bounds=torch.from_numpy(np.cumsum([0, *(run.end - run.start for run in runs)]).astype(np.int32)),
+        ids=_join([run.row.ids[run.start :] for run in runs]),
+        positions=_join([np.arange(run.start, len(run.row.ids)) for run in runs]),
+        row_bounds=torch.from_numpy(np.cumsum([0, *(len(run.row.ids) - run.start for run in runs)]).astype(np.int32)),
         predictors=_join(predictors),
         targets=_join([row.ids[row.targets] for row in rows]),
         behaviour=_join([row.behaviour for row in rows]),
@@ -235,7 +193,7 @@ def join_bundles(bundles: Sequence[Bundle]) -> Pack:
         token=_join([row.first_token + np.arange(len(row.targets)) for row in rows]),
         teacher=_teacher(rows),
         experts=_experts(runs),
-        parents=parents if any(bundle.shared for bundle in bundles) else None,
+        forks=forks if bool((forks >= 0).any()) else None,
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         image_bytes=image_bytes,
@@ -269,30 +227,21 @@ def _widened(values: NDArray[Any] | None, count: int, k: int, fill: np.generic) 
     return whole
 
 
-class _Run(NamedTuple):
-    """Tokens start … end − 1 of `row`."""
-
-    row: Row
-    start: int
-    end: int
-    parent: int
-
-
-def _experts(runs: Sequence[_Run]) -> Tensor | None:
+def _experts(runs: Sequence[Run]) -> Tensor | None:
     known = next((run.row.experts for run in runs if run.row.experts is not None), None)
     if known is None:
         return None
     parts = [
-        np.zeros((run.end - run.start, *known.shape[1:]), dtype=np.int16)
+        np.zeros((len(run.row.ids) - run.start, *known.shape[1:]), dtype=np.int16)
         if run.row.experts is None
-        else run.row.experts[run.start : run.end].astype(np.int16)
+        else run.row.experts[run.start :].astype(np.int16)
         for run in runs
     ]
     return _join(parts)
 
 
-def _images(runs: Sequence[_Run]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return `Pack.image_bytes`, `image_bounds` and `shown`. Rows with images share no prompt: each of them is a
+def _images(runs: Sequence[Run]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return `Pack.image_bytes`, `image_bounds` and `shown`. Rows with images share nothing: each of them is a
     run.
     """
     number: dict[bytes, int] = {}
@@ -304,25 +253,6 @@ def _images(runs: Sequence[_Run]) -> tuple[Tensor | None, Tensor | None, Tensor 
     bounds = np.cumsum([0, *(len(image) for image in number)])
     whole = np.frombuffer(b"".join(number), dtype=np.uint8).copy()
     return torch.from_numpy(whole), torch.from_numpy(bounds.astype(np.int64)), torch.tensor(shown, dtype=torch.int64)
-
-
-def _lay_out(bundles: Sequence[Bundle]) -> tuple[list[_Run], list[NDArray[np.int64]]]:
-    """The runs of a pack, and by row where in the pack the tokens before its targets are."""
-    runs: list[_Run] = []
-    predictors: list[NDArray[np.int64]] = []
-    tokens = 0
-    for bundle in bundles:
-        shared, prompt, parent = bundle.shared, tokens, -1
-        if shared:
-            parent = len(runs)
-            runs.append(_Run(bundle.rows[0], 0, shared, -1))
-            tokens += shared
-        for row in bundle.rows:
-            before = row.targets - 1
-            predictors.append(np.where(before < shared, prompt + before, tokens + before - shared))
-            runs.append(_Run(row, shared, len(row.ids), parent))
-            tokens += len(row.ids) - shared
-    return runs, predictors
 
 
 def empty_pack() -> Pack:

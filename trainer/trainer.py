@@ -197,7 +197,8 @@ class Trainer:
             "checkpoints_damaged": self.saver.damaged,
             "tokens_per_s": metrics["tokens"] / busy_s,
         }
-        trained = metrics["tokens"], metrics["tokens_sampled"], metrics["tokens_squared"]
+        computed = metrics["tokens"] - metrics["prefix_tokens_saved"]
+        trained = computed, metrics["tokens_sampled"], metrics["tokens_squared"]
         times |= update_speed(self.engine.flops, self.job.config, self.ranks, trained, busy_s)
         by_episode = means_by_episode(advantages, batch)
         status = await self.job.run.queue.status()

@@ -57,4 +57,8 @@ async def test_the_step_beside_a_padded_loop(measure: Measure) -> None:
     assert padded["tokens_computed"] > packed["tokens_computed"] == batch["tokens"]
     pairs = zip(packed["tokens_per_s_rounds"], padded["tokens_per_s_rounds"], strict=True)
     assert ratios["tokens_over_padded_loop"] == round(median(ours / theirs for ours, theirs in pairs), 3)
+    norms = measured["figures"]["tree"]["grad_norm"]
+    assert norms["tree"] == pytest.approx(norms["apart"], rel=1e-4)
+    assert ratios["tree_tokens_over_longest"] < 1.5
+    assert ratios["tree_step_over_rows_apart"] > 0
     assert ratios["peak_over_padded_loop"] < 1  # logits of every padded position, against none

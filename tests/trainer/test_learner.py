@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from one_step import Step
-from trainer_support import make_trajectory
+from trainer_support import continued, make_trajectory
 
 from penstock.trainer import Ranks, TrainerConfig, pack_rows
 from penstock.trainer.advantages import Advantages
@@ -50,18 +50,21 @@ def test_the_loss_is_bit_identical_however_tokens_are_split(tiny_model: str, ran
     assert losses[0] == losses[1] == losses[2]
 
 
-def test_the_step_does_not_depend_on_whether_prompts_are_shared(tiny_model: str, ranks: Ranks) -> None:
-    results = []
+def test_the_step_does_not_depend_on_whether_rows_share_their_prefixes(tiny_model: str, ranks: Ranks) -> None:
+    """Neither a group's prompt nor the history that an episode's segments repeat."""
+    groups, results = [], []
+    for group in trajectories():
+        prompt = np.tile(group[0].segments[0].prompt_ids, 3)
+        groups.append([continued(one, prompt) for one in group])
     for share in (True, False):
-        groups = [
-            [replace(t, segments=[replace(t.segments[0], prompt_ids=group[0].segments[0].prompt_ids)]) for t in group]
-            for group in trajectories()
-        ]
-        step = Step(tiny_model, ranks, share_prompts=share)
-        packs = step.learner.score(step.batch_of(groups)).minibatches[0]
-        assert any(pack.parents is not None for pack in packs) == share
+        step = Step(tiny_model, ranks)
+        step.engine.policy.unshared_because = "" if share else "rows are apart"
         results.append((run(step, groups), step.weights()))
     (shared, weights), (apart, expected) = results
+    assert apart["prefix_tokens_saved"] == 0
+    assert shared["prefix_tokens_saved"] > shared["tokens"] / 4
+    assert shared["tokens_squared"] < apart["tokens_squared"]
+    assert all(shared[name] == apart[name] for name in ("tokens", "tokens_sampled", "tokens_trained", "segments"))
     assert shared["loss"] == pytest.approx(apart["loss"], abs=1e-6)
     assert shared["grad_norm"] == pytest.approx(apart["grad_norm"], rel=1e-5)
     torch.testing.assert_close(weights, expected, atol=1e-5, rtol=0)

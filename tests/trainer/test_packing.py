@@ -70,46 +70,44 @@ def row(episode: int, prompt: list[int], sampled: list[int]) -> Row:
 
 
 def seen_by(pack: Pack, place: int) -> list[int]:
-    """The ids that the model has read when it is at `place`, by way of the runs' parents."""
+    """The ids that the model has read when it is at `place`, by way of the runs' forks."""
     bounds = pack.row_bounds.tolist()
     run = next(r for r in range(len(bounds) - 1) if bounds[r] <= place < bounds[r + 1])
-    before = [] if pack.parents is None or pack.parents[run] < 0 else _run(pack, int(pack.parents[run]))
+    before = [] if pack.forks is None or pack.forks[run] < 0 else seen_by(pack, int(pack.forks[run]))
     return [*before, *pack.ids[bounds[run] : place + 1].tolist()]
 
 
-def _run(pack: Pack, run: int) -> list[int]:
-    return pack.ids[pack.row_bounds[run] : pack.row_bounds[run + 1]].tolist()
-
-
-def test_rows_with_one_prompt_share_it() -> None:
-    rows = [row(0, [1, 2, 3], [4, 5]), row(1, [9], [8, 8, 8]), row(2, [1, 2, 3], [6])]
+def test_rows_share_what_they_begin_with() -> None:
+    """A row, a row that goes on from inside its sampled tokens, one from its prompt, and one that shares nothing."""
+    rows = [row(0, [1, 2, 3], [4, 5]), row(1, [9], [8, 8, 8]), row(2, [1, 2, 3], [6]), row(3, [1, 2, 3], [4, 7])]
     (pack,) = pack_rows(rows, 100, share=True)
-    assert pack.ids.tolist() == [1, 2, 3, 4, 5, 6, 9, 8, 8, 8]
-    assert pack.positions.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2, 3]
-    assert pack.row_bounds.tolist() == [0, 3, 5, 6, 10]
-    assert pack.parents is not None
-    assert pack.parents.tolist() == [-1, 0, 0, -1]
-    assert pack.targets.tolist() == [4, 5, 6, 8, 8, 8]
-    assert pack.predictors.tolist() == [2, 3, 2, 6, 7, 8]
-    assert pack.episode.tolist() == [0, 0, 2, 1, 1, 1]
-    assert pack.segment.tolist() == [0, 0, 1, 2, 2, 2]
+    assert pack.ids.tolist() == [1, 2, 3, 6, 4, 7, 5, 9, 8, 8, 8]
+    assert pack.positions.tolist() == [0, 1, 2, 3, 3, 4, 4, 0, 1, 2, 3]
+    assert pack.row_bounds.tolist() == [0, 4, 6, 7, 11]
+    assert pack.forks is not None
+    assert pack.forks.tolist() == [-1, 2, 4, -1]
+    assert pack.targets.tolist() == [6, 4, 7, 4, 5, 8, 8, 8]
+    assert pack.predictors.tolist() == [2, 2, 4, 2, 4, 7, 8, 9]
+    assert pack.episode.tolist() == [2, 3, 3, 0, 0, 1, 1, 1]
+    assert pack.segment.tolist() == [0, 1, 1, 2, 2, 3, 3, 3]
 
 
-def test_a_prompt_that_spares_little_is_not_shared() -> None:
-    (pack,) = pack_rows([row(n, [1], [2] * 30) for n in range(2)], 100, share=True)
-    assert pack.parents is None
-
-
-def test_a_prompt_is_shared_from_a_tenth_on() -> None:
-    tenth, less = ([row(n, [1], [2] * count) for n in range(2)] for count in (4, 5))
-    assert [pack_rows(rows, 100, share=True)[0].parents is None for rows in (tenth, less)] == [False, True]
+def test_a_beginning_is_shared_from_a_tenth_of_the_row_on() -> None:
+    tenth, less = ([row(n, [1], [2 + n] * count) for n in range(2)] for count in (9, 10))
+    assert [pack_rows(rows, 100, share=True)[0].forks is None for rows in (tenth, less)] == [False, True]
 
 
 @pytest.mark.parametrize("prompt", [7, 9])
 def test_a_prompt_as_long_as_the_budget_leaves_rows_alone(prompt: int) -> None:
-    rows = [row(n, [1] * prompt, [2]) for n in range(3)]
+    rows = [row(n, [1] * prompt, [4 - n]) for n in range(3)]
     packs = pack_rows(rows, 8, share=True)
     assert [(len(pack.ids), pack.episode.tolist()) for pack in packs] == [(prompt + 1, [n]) for n in range(3)]
+
+
+def test_copies_of_shared_keys_count_to_the_budget() -> None:
+    """Each row repeats 64 tokens, whose keys take the memory of two more."""
+    rows = [row(n, [1] * 64, [2 + n]) for n in range(5)]
+    assert [len(pack_rows(rows, 65 + room, share=True)) for room in (11, 12)] == [2, 1]
 
 
 def test_a_pack_leaves_its_images_on_the_host() -> None:
@@ -134,7 +132,9 @@ def test_every_target_is_predicted_from_its_own_row(parts: list[tuple[int, int, 
     packs = pack_rows(rows, budget, share=True)
     found = []
     for pack in packs:
-        assert len(pack.ids) <= budget or len(set(pack.segment.tolist())) == 1
+        alone = pack.forks is None and len(pack.row_bounds) == 2
+        assert len(pack.ids) <= max(budget, *(len(one.ids) for one in rows))
+        assert len(pack.ids) <= budget or alone or len(pack.row_bounds) - 1 == 1 + int((pack.forks >= 0).sum())
         for episode, place, target in zip(pack.episode.tolist(), pack.predictors.tolist(), pack.targets, strict=True):
             context = seen_by(pack, place)
             assert int(pack.positions[place]) == len(context) - 1

@@ -140,7 +140,7 @@ def rows_of(answers: list[tuple[list[int], Generation]], limits: ModelLimits, *,
 
 def difference(engine: FSDPEngine, rows: list[Row], budget: int = 300) -> float:
     """logprob_abs_diff_mean"""
-    packs = pack_rows(rows, budget, share=engine.shares_prompts, layout=engine.row_layout)
+    packs = pack_rows(rows, budget, share=engine.shares_prefixes, layout=engine.row_layout)
     apart = [(now - pack.behaviour).abs() for now, pack in zip(engine.score(packs), packs, strict=True)]
     return float(torch.cat(apart).mean())
 

@@ -78,6 +78,12 @@ def make_trajectory(task_id: str, member: int, version: int) -> Trajectory:
     )
 
 
+def continued(trajectory: Trajectory, prompt: Any) -> Trajectory:
+    """Two segments: the second one has `prompt` and the first one's last sampled tokens as its prompt."""
+    first = replace(trajectory.segments[0], prompt_ids=prompt)
+    return replace(trajectory, segments=[first, replace(first, prompt_ids=np.append(prompt, first.response_ids[-3:]))])
+
+
 def taught(trajectory: Trajectory, top_k: int = 0) -> Trajectory:
     """With logprobs of a teacher on sampled tokens, and its `top_k` likeliest ids in their places."""
     segments = []

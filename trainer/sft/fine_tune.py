@@ -162,8 +162,10 @@ class FineTuning:
         chosen = rows_of_step(self._order, step, self._job.sft.batch, len(self._train))
         rows = self._rows(self._train, chosen)
         packs = self._packs(rows)
-        sums = [len(row.ids) for row in rows], [len(row.targets) for row in rows], [len(row.ids) ** 2 for row in rows]
-        tokens, trained, squares = (int(self._ranks.data.sum(sum(part))) for part in sums)
+        of_rows = [len(row.ids) for row in rows], [len(row.targets) for row in rows]
+        of_packs = [len(pack.ids) for pack in packs], [pack.tokens_squared for pack in packs]
+        sums = (int(self._ranks.data.sum(sum(part))) for part in (*of_rows, *of_packs))
+        tokens, trained, computed, squares = sums
         update = self._engine.update(packs, negative_log_likelihood, trained, step)
         self._bad_steps = self._bad_steps + 1 if update.skipped else 0  # all ranks count the same
         if update.skipped:
@@ -191,11 +193,12 @@ class FineTuning:
             "conversations": len(chosen),
             "tokens": tokens,
             "tokens_trained": trained,
+            "prefix_tokens_saved": tokens - computed,
             "wall_s": wall_s,
             "tokens_per_s": tokens / max(wall_s, 1e-9),
             "checkpoints_damaged": self._checkpoints.damaged,
         }
-        speed = update_speed(self._engine.flops, self._config, self._ranks, (tokens, trained, squares), wall_s)
+        speed = update_speed(self._engine.flops, self._config, self._ranks, (computed, trained, squares), wall_s)
         self._records.metrics(step + 1, metrics | speed)
 
     def _rows(self, file: ConversationFile, numbers: Sequence[int]) -> list[Row]:
@@ -218,7 +221,7 @@ class FineTuning:
             self._checkpoints.save(version)
 
     def _packs(self, rows: Sequence[Row]) -> list[Pack]:
-        share, layout = self._engine.shares_prompts, self._engine.row_layout
+        share, layout = self._engine.shares_prefixes, self._engine.row_layout
         return pack_rows(rows, self._config.micro_batch_tokens, share=share, layout=layout)
 
     def _validate(self, version: int) -> None:

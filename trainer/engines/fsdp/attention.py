@@ -8,10 +8,12 @@ computed a tile at a time. Registered with transformers, so that any model built
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -119,7 +121,7 @@ def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """Which keys each run's queries see: its parent's, then its own up to themselves. R runs.
+    """Which keys each run's queries see: those of the row that it continues, then its own up to themselves. R runs.
 
     Made once for all layers. Lengths are numbers of the host: one that a layer read from a tensor would stop the host
     until the device has computed all that was asked of it.
@@ -128,7 +130,7 @@ class VisibleKeys:
     queries: Tensor
     """[R + 1] int32, bounds of the runs"""
     keys: Tensor
-    """[R + 1] int32, bounds of what they see, laid end to end: `queries` where no run has a parent"""
+    """[R + 1] int32, bounds of what they see, laid end to end: `queries` where every run is a row"""
     query_lengths: Sequence[int]
     """[R] tokens of the runs"""
     key_lengths: Sequence[int]
@@ -137,14 +139,16 @@ class VisibleKeys:
     """Places of those keys in the pack; None: in order."""
 
     @classmethod
-    def of(cls, bounds: Tensor, lengths: Tensor, parents: Tensor | None = None) -> VisibleKeys:
-        """`Pack.row_bounds`, `run_lengths` and `parents`; waits for no device where the latter two are on the host."""
+    def of(cls, bounds: Tensor, lengths: Tensor, forks: Tensor | None = None) -> VisibleKeys:
+        """`Pack.row_bounds`, `run_lengths` and `forks`; waits for no device where the latter two are on the host."""
         read = tuple(lengths.tolist())
-        if parents is None:
+        if forks is None:
             return cls(bounds, bounds, read, read)
-        own = torch.arange(sum(read)).split(read)
-        pairs = zip(own, parents.tolist(), strict=True)
-        seen = [run if parent < 0 else torch.cat([own[parent], run]) for run, parent in pairs]
+        ends, seen = list(accumulate(read)), list[Tensor]()
+        for own, fork in zip(torch.arange(sum(read)).split(read), forks.tolist(), strict=True):
+            source = bisect_right(ends, fork)
+            after = ends[source] - fork - 1  # tokens of that run that this one does not continue
+            seen.append(own if fork < 0 else torch.cat([seen[source][: len(seen[source]) - after], own]))
         keys = torch.tensor([0, *map(len, seen)]).cumsum(0, dtype=bounds.dtype)
         return cls(bounds, keys.to(bounds.device), read, tuple(map(len, seen)), torch.cat(seen).to(bounds.device))
 

@@ -41,8 +41,8 @@ class PackPart:
     """[R] between `row_bounds`, on the host"""
     counts: tuple[int, ...] = ()
     """n of every rank of the group"""
-    parents: Tensor | None = None
-    """[R] as `Pack.parents`; None over several ranks"""
+    forks: Tensor | None = None
+    """[R] as `Pack.forks`; None over several ranks"""
     experts: Tensor | None = None
     """[l, layers, k] as `Pack.experts`"""
     top_ids: Tensor | None = None
@@ -110,7 +110,7 @@ def whole_part(pack: Pack) -> PackPart:
         pack.predictors,
         pack.targets,
         pack.run_lengths,
-        parents=pack.parents,
+        forks=pack.forks,
         experts=pack.experts,
         top_ids=pack.top_ids,
         images=pack.images,

@@ -103,9 +103,9 @@ class FSDPEngine:
         return self.critic is not None
 
     @property
-    def shares_prompts(self) -> bool:
-        """Not over several ranks of a pack's tokens: they cut packs by place, and shared prompts are out of order."""
-        return self.config.share_prompts and self.policy.shares_prompts and self.policy.context is None
+    def shares_prefixes(self) -> bool:
+        """Not over several ranks of a pack's tokens: they cut packs by place, and shared prefixes are out of order."""
+        return not self.policy.unshared_because and self.policy.context is None
 
     @property
     def row_layout(self) -> RowLayout:

@@ -34,8 +34,8 @@ TOLERANCE = 0.02
 """Tolerance as a share of the norm: two kernels in bfloat16 round their products to 2⁻⁸ in another order."""
 OTHER_SIZES = ("qk_nope_head_dim", "v_head_dim", "global_head_dim", "swa_head_dim")
 """Settings of models whose heads are not all of `head_dim`."""
-TRIED_LENGTHS, TRIED_PARENTS = (70, 129, 1, 56), (-1, 0, 0, -1)
-"""Runs that a kernel is tried on, of which two continue another one."""
+TRIED_LENGTHS, TRIED_FORKS = (70, 129, 1, 56), (-1, 60, 100, -1)
+"""Runs that a kernel is tried on, of which one continues another, and one the second."""
 
 
 def declined_because(
@@ -149,12 +149,12 @@ class Heads:
 
 
 def attended(shape: Heads, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """[output, gradients of queries, keys and values] of rows that are the same at every call, some of which share a
-    prompt; without the model's window and, if it has one, with it."""
+    """[output, gradients of queries, keys and values] of rows that are the same at every call, some of which share
+    tokens; without the model's window and, if it has one, with it."""
     generator = torch.Generator().manual_seed(0)
-    lengths, parents = torch.tensor(TRIED_LENGTHS), torch.tensor(TRIED_PARENTS)
+    lengths, forks = torch.tensor(TRIED_LENGTHS), torch.tensor(TRIED_FORKS)
     bounds = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
-    seen, tensors = VisibleKeys.of(bounds, lengths, parents), []
+    seen, tensors = VisibleKeys.of(bounds, lengths, forks), []
     for window in dict.fromkeys((None, shape.window)):
         counts = (shape.query, shape.key_value, shape.key_value)
         drawn = [torch.randn(1, count, sum(TRIED_LENGTHS), shape.size, generator=generator) for count in counts]

@@ -73,7 +73,8 @@ class Policy(nn.Module):
         self.routers: Routers | None = None
         """Routers of a mixture of experts; None: its layers are not wrapped."""
         self.unrouted_because = loaded.traits.unrouted_because
-        self.shares_prompts = loaded.traits.shares_prompts
+        self.unshared_because = loaded.traits.unshared_because
+        """Why packs have no prefix trees."""
 
     def forward(self, pack: Pack) -> Outputs:
         """Return the outputs of `pack.targets`."""
@@ -145,7 +146,9 @@ def load_policy(
     elif not loaded.traits.unrouted_because:
         policy.routers = Routers(loaded.model)
     head = "in tiles" if policy.head is not None else "whole"
-    logger.info("%s: attention %s, head %s, %s", model, policy.rows.attention, head, policy.rows)
+    apart = policy.unshared_because
+    sharing = f"prefixes not shared ({apart})" if apart else "prefixes shared"
+    logger.info("%s: attention %s, head %s, %s, %s", model, policy.rows.attention, head, policy.rows, sharing)
     return policy
 
 

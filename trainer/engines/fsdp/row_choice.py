@@ -191,17 +191,23 @@ def first_sentence(error: Exception) -> str:
     return lines[0].split(". ")[0].rstrip(".:")
 
 
-def keeps_shared_prompts(model: PreTrainedModel, plan: RowPlan) -> bool:
-    """Return True if rows that share their prompt give the same as apart, by trying; False for another attention, and
-    for layers that would have to carry one prompt's state to several rows.
+def unshared_because(model: PreTrainedModel, plan: RowPlan) -> str:
+    """Return why rows share no prefixes; empty if rows in a tree, of which one continues a branch, give the same as
+    apart, by trying.
     """
-    if plan.layout is not RowLayout.PACKED or plan.attention != attention.NAME or plan.mixers:
-        return False
-    longest, last = max(_tried_lengths(model)), 1
-    (first,), cut = TrialRows.of(model, (longest,)).rows, longest - 3
-    apart = TrialRows(model, (first, (*first[:cut], last))).by(plan)
-    shared = TrialRows(model, (first[:cut], first[cut:], (last,)), starts=(0, cut, cut), parents=(-1, 0, 0)).by(plan)
-    return _same(shared, torch.cat([apart[:longest], apart[-1:]]))
+    if plan.layout is not RowLayout.PACKED:
+        return f"rows are not packed: {plan.unpacked_because}"
+    if plan.attention != attention.NAME:
+        return f"its attention is {plan.attention}"
+    if plan.mixers:
+        return f"{plan.mixers} would have to carry one row's state to several others"
+    longest = max(_tried_lengths(model))
+    (trunk,), cut = TrialRows.of(model, (longest,)).rows, longest - 3
+    branch, twig = trunk[2:4], trunk[1:2]
+    apart = TrialRows(model, (trunk, (*trunk[:cut], *branch), (*trunk[:cut], *branch[:1], *twig))).by(plan)
+    tree = TrialRows(model, (trunk, branch, twig), starts=(0, cut, cut + 1), forks=(-1, cut - 1, longest)).by(plan)
+    own = [*range(longest), *range(longest + cut, longest + cut + len(branch)), len(apart) - 1]
+    return "" if _same(tree, apart[own]) else "rows in a tree differ from the same rows apart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +218,8 @@ class TrialRows:
     rows: tuple[tuple[int, ...], ...]
     starts: tuple[int, ...] = ()
     """The position of each row's first token; empty: 0"""
-    parents: tuple[int, ...] = ()
-    """Same as `Pack.parents`; empty: none."""
+    forks: tuple[int, ...] = ()
+    """Same as `Pack.forks`; empty: none."""
     images: tuple[tuple[bytes, ...], ...] = ()
     """Images of each row; empty: none."""
     vision: Vision | None = None
@@ -266,7 +272,7 @@ class TrialRows:
             predictors=nothing,
             targets=nothing,
             run_lengths=lengths,
-            parents=torch.tensor(self.parents) if self.parents else None,
+            forks=torch.tensor(self.forks) if self.forks else None,
             images=self.images,
         )
 

@@ -103,7 +103,7 @@ def row_inputs(
     elif plan.layout is RowLayout.PACKED:
         arguments = row_bounds_arguments(part.row_bounds, part.run_lengths, numbered=bool(plan.mixers))
         if plan.attention == attention.NAME:
-            arguments["seen"] = VisibleKeys.of(part.row_bounds, part.run_lengths, part.parents)
+            arguments["seen"] = VisibleKeys.of(part.row_bounds, part.run_lengths, part.forks)
         if context is not None:
             arguments["context"] = context
         if routed:

@@ -1,5 +1,5 @@
-"""Traits of a model's computation, found by trying: its attention on packed rows, its output head, prompts that rows
-share.
+"""Traits of a model's computation, found by trying: its attention on packed rows, its output head, prefixes that
+rows share.
 
 On the model itself if it is loaded whole; where each rank reads its own slices, on a small copy.
 """
@@ -22,8 +22,8 @@ from penstock.trainer.engines.fsdp.row_choice import (
     TrialRows,
     check_causal,
     choose_rows,
-    keeps_shared_prompts,
     lengths_of,
+    unshared_because,
 )
 from penstock.trainer.engines.fsdp.rows import RowPlan, run_rows
 from penstock.trainer.engines.fsdp.small_copy import NoCopy, small_copy
@@ -38,8 +38,8 @@ class Traits:
     """The way in which the rows of a pack go through the model."""
     head: Head | None
     """None where the model changes its logits in a way that `Head` does not know: it is then called whole."""
-    shares_prompts: bool
-    """True if it takes packs whose rows share their prompts."""
+    unshared_because: str
+    """The reason why its rows share no prefixes; empty if they do."""
     unrouted_because: str = ""
     """Why no `Routers` can be made of it: it has no experts, or chooses them in another way. Empty if they can."""
 
@@ -54,10 +54,10 @@ def find_traits(model: PreTrainedModel, vision: Vision | None = None) -> Traits:
         rows = choose_rows(model, vision, _plan_of_copy(model))
         if vision is not None:
             return Traits(
-                rows, _head_of(model, rows), shares_prompts=False, unrouted_because="a model that sees images"
+                rows, _head_of(model, rows), "the model sees images", unrouted_because="a model that sees images"
             )
         check_causal(model, rows)
-        return Traits(rows, _head_of(model, rows), keeps_shared_prompts(model, rows), _unrouted_because(model, rows))
+        return Traits(rows, _head_of(model, rows), unshared_because(model, rows), _unrouted_because(model, rows))
     finally:
         module.to("cpu")
 

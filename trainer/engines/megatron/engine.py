@@ -79,7 +79,7 @@ class MegatronEngine:
         return False
 
     @property
-    def shares_prompts(self) -> bool:
+    def shares_prefixes(self) -> bool:
         return False
 
     @property

@@ -14,15 +14,15 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("parents", [None, (-1, 0, 0, -1)], ids=["apart", "shared"])
+@pytest.mark.parametrize("forks", [None, (-1, 4, 40, -1)], ids=["apart", "shared"])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_the_kernel_gives_what_rows_alone_give(
-    kv_heads: int, window: int | None, parents: tuple[int, ...] | None
+    kv_heads: int, window: int | None, forks: tuple[int, ...] | None
 ) -> None:
     torch.manual_seed(0)
     bounds = torch.tensor([0, 5, 69, 70, 128], dtype=torch.int32, device="cuda")
-    seen = VisibleKeys.of(bounds, bounds.diff().cpu(), None if parents is None else torch.tensor(parents))
+    seen = VisibleKeys.of(bounds, bounds.diff().cpu(), None if forks is None else torch.tensor(forks))
     given = [torch.randn(1, heads, 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads)]
     factors = torch.randn(1, 8, 128, 64, device="cuda")
     results = []

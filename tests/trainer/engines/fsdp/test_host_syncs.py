@@ -66,7 +66,7 @@ def shared_pack() -> Pack:
     second = replace(make_segment(rng, 0, prompt=12, response=20), prompt_ids=first.prompt_ids)
     rows = [make_row(n, one, "", step=0, bound=0, model=limits) for n, one in enumerate((first, second, other))]
     (pack,) = pack_rows(rows, 1000, share=True)
-    assert pack.parents is not None
+    assert pack.forks is not None
     return pack
 
 
@@ -77,7 +77,7 @@ def test_waits_do_not_grow_with_layers(tmp_path: Path, ranks: Ranks) -> None:
         model = save_tiny_model(tmp_path / str(layers), num_hidden_layers=layers)
         policy = FSDPEngine(model, TrainerConfig(recompute=True), ranks).policy
         assert "row by row" not in str(policy.rows)
-        assert policy.shares_prompts, "rows are packed, and attention is ours"
+        assert not policy.unshared_because, "rows are packed, and attention is ours"
         _forward_and_backward(policy)  # torch looks up once what it does for a kind of tensor
         with counted() as so_far:
             _forward_and_backward(policy)
@@ -113,20 +113,20 @@ def test_lengths_are_read_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("penstock.trainer.engines.fsdp.attention.KERNEL", kernel)
     pack = shared_pack()
-    assert pack.run_lengths.tolist() == [12, 20, 9, 19]
-    seen = VisibleKeys.of(pack.row_bounds, pack.run_lengths, pack.parents)
+    assert pack.run_lengths.tolist() == [21, 20, 19]
+    seen = VisibleKeys.of(pack.row_bounds, pack.run_lengths, pack.forks)
     query = torch.zeros(1, 4, len(pack.ids), 8)
     with counted() as so_far:
         for _ in range(3):
             attend_by_kernel(query, seen.of_runs(query), seen.of_runs(query), seen, scaling=None, window=None)
         assert so_far() == (0, 0)
-    assert given == [(20, 32)] * 3
-    assert (seen.query_lengths, seen.key_lengths) == ((12, 20, 9, 19), (12, 32, 21, 19))
+    assert given == [(21, 32)] * 3
+    assert (seen.query_lengths, seen.key_lengths) == ((21, 20, 19), (21, 32, 19))
 
 
 def test_lengths_stay_on_the_host() -> None:
     """A pack on its way to a device keeps what is read there where it can be read without waiting."""
     moved = shared_pack().to(torch.device("meta"))
     assert moved.row_bounds.is_meta
-    assert moved.run_lengths.tolist() == [12, 20, 9, 19]
-    assert moved.parents.tolist() == [-1, 0, 0, -1]
+    assert moved.run_lengths.tolist() == [21, 20, 19]
+    assert moved.forks.tolist() == [-1, 11, -1]

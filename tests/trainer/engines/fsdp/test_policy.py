@@ -99,7 +99,7 @@ def test_shared_prompts_change_neither_logprobs_nor_gradients(
     loaded = load_policy(save_tiny_model(tmp_path, kind, **changes), 1.0)
     given = number_tokens([*same_prompt(5), *rows(2)])
     (shared,) = pack_rows(given, 10_000, share=True)
-    assert loaded.shares_prompts
+    assert not loaded.unshared_because
     assert len(shared.ids) == sum(len(row.ids) for row in given) - 4 * 40
     results = []
     for pack in (shared, join_rows(given)):
