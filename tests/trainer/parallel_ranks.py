@@ -28,7 +28,7 @@ import pytest
 import torch
 import two_ranks_traps
 from safetensors.torch import save_file
-from trainer_support import make_trajectory, taught
+from trainer_support import continued, make_trajectory, taught
 
 from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_batch
 from penstock.trainer.batch import share_of
@@ -45,6 +45,7 @@ ACTIVATION_OFFLOAD = "penstock.trainer.engines.fsdp.activation_offload"
 def train_step(learner: Learner, engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, Any]:
     """Step `step` of the same batches on any number of ranks; returns its metrics."""
     made = [[make_trajectory(f"train/{step}/{g}", m, step) for m in range(MEMBERS)] for g in range(GROUPS)]
+    made = [[continued(one, group[0].segments[0].prompt_ids) for one in group] for group in made]
     # Two groups have a teacher, each another number of likeliest ids.
     groups = [[taught(one, 3 + g) if g < 2 else one for one in group] for g, group in enumerate(made)]
     batch = Batch(step, [[t.episode_id for t in group] for group in groups])

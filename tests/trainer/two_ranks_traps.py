@@ -18,7 +18,7 @@ from trainer_support import one_pack
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer import Ranks
-from penstock.trainer.engines.fsdp.attention import packed_attention
+from penstock.trainer.engines.fsdp.attention import VisibleKeys, packed_attention
 from penstock.trainer.engines.fsdp.context import ContextGroup, Exchange
 from penstock.trainer.engines.fsdp.sharded import Mesh
 from penstock.trainer.engines.fsdp.tensor_parallel import plan_of, split_over
@@ -49,7 +49,9 @@ def an_exchange_takes_a_permuted_gradient(context: ContextGroup) -> list[tuple[T
 
 
 def attention_over_shared_tokens(context: ContextGroup, kv_heads: int) -> list[tuple[Tensor, Tensor]]:
-    """Rows that end inside a rank's part; keys and values of fewer heads than there are ranks are repeated."""
+    """Runs that end inside a rank's part, and continue a run of another rank; keys and values of fewer heads than there
+    are ranks are repeated.
+    """
     torch.manual_seed(2)
     bounds, length = torch.tensor([0, 3, 11, 16], dtype=torch.int32), 8
     heads = (4, kv_heads, kv_heads)
@@ -58,39 +60,44 @@ def attention_over_shared_tokens(context: ContextGroup, kv_heads: int) -> list[t
     own = slice(context.rank * length, (context.rank + 1) * length)
     whole = [x.clone().requires_grad_() for x in given]
     parts = [x[:, :, own].clone().requires_grad_() for x in given]
-    module = torch.nn.Identity()
-    expected, _ = packed_attention(module, *whole, None, cu_seq_lens_q=bounds)
+    module, seen = torch.nn.Identity(), VisibleKeys.of(bounds, bounds.diff(), torch.tensor([-1, 1, 7]))
+    expected, _ = packed_attention(module, *whole, None, cu_seq_lens_q=bounds, seen=seen)
     (expected * factors).sum().backward()
-    found, _ = packed_attention(module, *parts, None, cu_seq_lens_q=bounds, context=context)
+    found, _ = packed_attention(module, *parts, None, cu_seq_lens_q=bounds, seen=seen, context=context)
     (found * factors[:, own]).sum().backward()
     pairs = [(part.grad, one.grad[:, :, own]) for part, one in zip(parts, whole, strict=True)]
     return [(found, expected[:, own]), *pairs]
 
 
 def a_joined_result_has_each_ranks_own_gradient(context: ContextGroup) -> list[tuple[Tensor, Tensor]]:
-    counts = (3, 5)
+    order = torch.tensor([4, 0, 1, 2, 3, 7, 6, 5])
+    part = replace(context.part(one_pack(tokens=16, vocab=64)), counts=(3, 5), order=order)
     values, factors = torch.arange(8.0), torch.arange(8.0) + 1
-    own = slice(0, 3) if context.rank == 0 else slice(3, 8)
+    own = order[:3] if context.rank == 0 else order[3:]
     mine = values[own].clone().requires_grad_()
-    joined = context.join(mine, counts)
+    joined = context.join(mine, part)
     (joined * factors).sum().backward()
     return [(joined, values), (mine.grad, factors[own])]
 
 
 def parts_of_a_pack(context: ContextGroup) -> list[tuple[Tensor, Tensor]]:
-    """A number of tokens that two ranks do not share evenly: the last part is filled up with a row of its own."""
+    """A number of tokens that two ranks do not share evenly: the last part is filled up with a row of its own. Sampled
+    tokens are in any order, as those of rows that share tokens are."""
     whole = one_pack(tokens=30, vocab=64)
     pack = replace(whole, ids=whole.ids[:-1], positions=whole.positions[:-1], row_bounds=torch.tensor([0, 15, 29]))
+    pack = replace(pack, predictors=pack.predictors.flip(0), targets=pack.targets.flip(0), forks=torch.tensor([-1, 9]))
     pack = replace(pack, top_ids=torch.stack([pack.targets, pack.targets + 1], 1).int())
     part = context.part(pack)
     assert part.top_ids is not None
+    assert part.forks is not None
     own = slice(context.rank * 15, context.rank * 15 + 15)
     filled = torch.cat([pack.ids, torch.zeros(1, dtype=torch.int64)])
     return [
         (part.ids, filled[own]),
         (part.row_bounds, torch.tensor([0, 15, 29, 30])),
-        (context.join(part.targets.float(), part.counts), pack.targets.float()),
-        (context.join(part.top_ids.float(), part.counts), torch.stack([pack.targets, pack.targets + 1], 1).float()),
+        (part.forks, torch.tensor([-1, 9, -1])),
+        (context.join(part.targets.float(), part), pack.targets.float()),
+        (context.join(part.top_ids.float(), part), torch.stack([pack.targets, pack.targets + 1], 1).float()),
         (part.targets, whole.ids[part.predictors + own.start + 1]),
     ]
 

@@ -41,8 +41,10 @@ class PackPart:
     """[R] between `row_bounds`, on the host"""
     counts: tuple[int, ...] = ()
     """n of every rank of the group"""
+    order: Tensor | None = None
+    """[N] places in the pack of the sampled tokens of all ranks, as they are joined; None: one rank"""
     forks: Tensor | None = None
-    """[R] as `Pack.forks`; None over several ranks"""
+    """[R] as `Pack.forks`"""
     experts: Tensor | None = None
     """[l, layers, k] as `Pack.experts`"""
     top_ids: Tensor | None = None
@@ -65,8 +67,9 @@ class ContextGroup:
         ids, positions, bounds, run_lengths = _filled(pack, length * self.size)
         start = self.rank * length
         edges = torch.arange(self.size + 1, device=pack.predictors.device) * length
-        cuts = torch.searchsorted(pack.predictors, edges).tolist()
-        mine = slice(cuts[self.rank], cuts[self.rank + 1])
+        predictors, order = pack.predictors.sort(stable=True)  # a shared token predicts for several rows
+        cuts = torch.searchsorted(predictors, edges).tolist()
+        mine = order[cuts[self.rank] : cuts[self.rank + 1]]
         counts = tuple(end - begin for begin, end in pairwise(cuts))
         own = slice(start, start + length)
         experts = pack.experts
@@ -80,13 +83,16 @@ class ContextGroup:
             pack.targets[mine],
             run_lengths,
             counts,
+            order,
+            forks=_filled_forks(pack.forks, len(run_lengths)),
             experts=experts,
             top_ids=None if pack.top_ids is None else pack.top_ids[mine],
         )
 
-    def join(self, values: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def join(self, values: Tensor, part: PackPart) -> Tensor:
         """[n, …] of every rank → [N, …] on every rank. Each rank's loss must be the same function of the result."""
-        return _Join.apply(values, counts, self)
+        joined: Tensor = _Join.apply(values, part.counts, self)
+        return joined if part.order is None else torch.empty_like(joined).index_copy(0, part.order, joined)
 
     def to_heads(self, x: Tensor) -> Tensor:
         """[1, H, l, D] of this rank's tokens → [1, H / C, L, D] of its heads."""
@@ -126,6 +132,11 @@ def _filled(pack: Pack, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     positions = torch.cat([pack.positions, torch.arange(missing, device=pack.positions.device)])
     bounds = torch.cat([pack.row_bounds, pack.row_bounds.new_tensor([length])])
     return ids, positions, bounds, torch.cat([pack.run_lengths, pack.run_lengths.new_tensor([missing])])
+
+
+def _filled_forks(forks: Tensor | None, runs: int) -> Tensor | None:
+    """Forks of `runs` runs: the one that fills the pack up begins a row."""
+    return None if forks is None else torch.nn.functional.pad(forks, (0, runs - len(forks)), value=-1)
 
 
 class Exchange(torch.autograd.Function):

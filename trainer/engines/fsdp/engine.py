@@ -104,8 +104,7 @@ class FSDPEngine:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Not over several ranks of a pack's tokens: they cut packs by place, and shared prefixes are out of order."""
-        return not self.policy.unshared_because and self.policy.context is None
+        return not self.policy.unshared_because
 
     @property
     def row_layout(self) -> RowLayout:

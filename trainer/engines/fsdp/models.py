@@ -82,12 +82,8 @@ class Policy(nn.Module):
         outputs = self._of_part(part)
         if self.context is None:
             return outputs
-        context, counts = self.context, part.counts
-        return Outputs(
-            context.join(outputs.logprobs, counts),
-            None if outputs.entropy is None else context.join(outputs.entropy, counts),
-            None if outputs.coarse is None else context.join(outputs.coarse, counts),
-        )
+        others = (None if one is None else self.context.join(one, part) for one in (outputs.entropy, outputs.coarse))
+        return Outputs(self.context.join(outputs.logprobs, part), *others)
 
     def _of_part(self, part: PackPart) -> Outputs:
         ids = part.top_ids if self.with_coarse else None
@@ -240,7 +236,7 @@ class Critic(nn.Module):
         )
         # A sum over the one column: FSDP's hook on the output would be lost with a view.
         values = self.head(hidden[part.predictors]).float().sum(-1)
-        return self.context.join(values, part.counts) if self.context else values
+        return self.context.join(values, part) if self.context else values
 
 
 def load_critic(model: str, config: TrainerConfig, *, in_slices: bool = False) -> Critic:
