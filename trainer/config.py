@@ -127,14 +127,14 @@ class ParallelConfig(BaseModel):
     tensor: int = Field(1, gt=0, description="Ranks that share each matrix; within one machine.")
     pipeline: int = Field(1, gt=0, description="Groups of layers on ranks of their own (megatron).")
     context: int = Field(1, gt=0, description="Ranks that share the tokens of each row, for very long rows.")
-    expert: int = Field(1, gt=0, description="Ranks that share out a mixture's experts, among all copies (megatron).")
+    expert: int = Field(1, gt=0, description="Ranks that share out a mixture's experts, among all copies.")
     replicate: int = Field(
         1, gt=0, description="Sets of ranks of which each holds all weights and moments in shards (HSDP, fsdp)."
     )
 
     @property
     def layout(self) -> RankLayout:
-        return RankLayout(self.tensor, self.context, self.pipeline, self.replicate)
+        return RankLayout(self.tensor, self.context, self.pipeline, self.replicate, self.expert)
 
 
 class MegatronConfig(BaseModel):

@@ -30,7 +30,14 @@ from penstock.deploy.preflight.check import Check, available_bytes, human, memor
 from penstock.deploy.preflight.memory import host_parts, in_flight_bytes, published_bytes, server_bytes
 from penstock.deploy.preflight.model import BadModelFiles, read_weights
 from penstock.deploy.preflight.model_shape import ModelShape, described_shape, find_shape, model_shape
-from penstock.deploy.preflight.rank_memory import ACTIVATIONS, context_bytes, device_parts, rank_bytes
+from penstock.deploy.preflight.rank_memory import (
+    ACTIVATIONS,
+    GATHERED,
+    REDUCED,
+    context_bytes,
+    device_parts,
+    rank_bytes,
+)
 from penstock.deploy.run.plan import gpus_of_server, lent_servers, places_of_server
 from penstock.deploy.run.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig
@@ -213,14 +220,20 @@ def _fix(config: RunConfig, shape: ModelShape, gpus: Gpus, parts: Mapping[str, f
         there = busiest(changed, shape, gpus)
         if sum(there.values()) <= limit_of(there, gpus):
             return f"set {words}: a device then holds about {human(sum(there.values()))}"
-    largest = max(parts, key=parts.__getitem__)
-    if largest == ENGINES:
+    return _fix_of_part(max(parts, key=parts.__getitem__), config, shape)
+
+
+def _fix_of_part(part: str, config: RunConfig, shape: ModelShape) -> str:
+    parallel = config.trainer.parallel
+    if part == ENGINES:
         return f"lower {_claim_key(config)}, or start servers on other machines"
-    if largest == ACTIVATIONS:
+    if part == ACTIVATIONS:
         return "lower trainer.micro_batch_tokens and rollout.max_model_len, or raise trainer.parallel.context"
     if config.trainer.engine == "megatron":
         return "raise trainer.ranks, trainer.parallel.tensor or trainer.parallel.expert"
-    if config.trainer.parallel.replicate > 1:
+    if part in (GATHERED, REDUCED) and shape.experts and parallel.tensor == 1:
+        return "raise trainer.parallel.expert: a rank then gathers and reduces a part of a layer's experts"
+    if parallel.replicate > 1:
         return "lower trainer.parallel.replicate: each set of ranks holds all weights and moments"
     return "raise trainer.ranks, set trainer.lora.rank, or take a smaller model"
 

@@ -12,7 +12,7 @@ T tokens of a packed row, b bytes of the arithmetic:
     megatron             weights b and gradients 4 of what the rank's tensor, pipeline and expert groups leave it,
                          masters and moments 12, spread over the ranks that hold the same
 
-and the largest moment of a backward, N = (P − O)/L:
+and the largest moment of a backward, N = (P − O)/L, with parallel.expert E of the experts' part of it 1/E:
 
     output layer       =  gathered b·(O + N) + its gradient (4 + b)·H + what all layers saved + a tile of logits
     the last layers    =  gathered b·(O + 2N) + gradients b·H, b·N and, after the first, 4N, the input of the
@@ -22,6 +22,7 @@ and the largest moment of a backward, N = (P − O)/L:
     a layer saves, per token,  2·(4 + 2b)·h + (4 + b)·(q + kv) + b·(2q + 2kv + 4i + 2k·h)
                           with recompute b·h, selective also the queries, values, gate and both outputs;
                           with activation_offload L is 1, and what all layers saved is in host memory
+                          with parallel.expert i and k twice, for ranks that get more tokens than others
 
 On one shard all weights are copied in the forward: b·P. Under megatron nothing is gathered, and gradients are added up
 where they are reduced; between backwards a checkpoint gathers one parameter's state at a time, in float32, of all
@@ -49,6 +50,9 @@ MASTER = 4
 """float32: weights, gradients; two moments are two of it."""
 ON_DEVICE = 1
 """Layers whose activations are on the device at a time where the others' are not."""
+MOST_ROUTED = 2
+"""Under parallel.expert, the rows that a rank's experts get over those of an even load; `moe/load_max_over_mean` of a
+run says what it is of single experts."""
 TILE_LOGITS, TILE_COLUMNS = 1 << 25, 4096
 """Logits that exist at a time, as in `penstock.trainer.logprobs` on a GPU."""
 MOMENTS_PART = 1 << 30
@@ -173,7 +177,10 @@ def _moments(shape: ModelShape, trainer: TrainerConfig, tokens: float) -> Iterat
         REDUCED: learning.head * (MASTER + (width if width < MASTER else 0)),  # added up in float32, then rounded
         ACTIVATIONS: tokens * _layers_on_device(shape, trainer) * saved + _of_logits(shape, width, tokens),
     }
-    inside = width * (shape.hidden + 2 * shape.mlp / tensor + 2 * shape.routed * shape.hidden)
+    copies, mlp = _routed(shape, trainer)
+    inside = width * (shape.hidden + 2 * mlp / tensor + 2 * copies)
+    if trainer.parallel.expert > 1 and trainer.engine != "megatron":
+        inside += width * 2 * shape.routed * shape.hidden  # sent and received
     for done in (0, 1):  # layers whose backward is over
         waiting = _layers_on_device(shape, trainer, done) * saved
         yield {
@@ -201,11 +208,18 @@ def _learning(shape: ModelShape, trainer: TrainerConfig) -> _Learning:
         return _Learning(0, 0, shape.head / tensor)
     if trainer.lora.rank:
         return _Learning(shape.lora * trainer.lora.rank / shape.layers / tensor, 0, 0)
-    return _Learning(_layer(shape) / tensor, shape.outer / tensor, shape.head / tensor)
+    return _Learning(_layer(shape, trainer) / tensor, shape.outer / tensor, shape.head / tensor)
 
 
-def _layer(shape: ModelShape) -> float:
-    return (shape.parameters - shape.outer) / shape.layers
+def _layer(shape: ModelShape, trainer: TrainerConfig) -> float:
+    dense = shape.parameters - shape.outer - shape.experts
+    return (dense + shape.experts / trainer.parallel.expert) / shape.layers
+
+
+def _routed(shape: ModelShape, trainer: TrainerConfig) -> tuple[int, int]:
+    """(k·h, i) of the rows that a rank's experts compute."""
+    most = MOST_ROUTED if trainer.parallel.expert > 1 and trainer.engine != "megatron" else 1
+    return most * shape.routed * shape.hidden, most * shape.mlp
 
 
 def _layers_on_device(shape: ModelShape, trainer: TrainerConfig, done: int = 0) -> float:
@@ -222,7 +236,7 @@ def _gathered(shape: ModelShape, trainer: TrainerConfig, layers: int, done: int 
         return 0
     width, tensor = BYTES[trainer.dtype], trainer.parallel.tensor
     one_shard = trainer.ranks / trainer.parallel.replicate == tensor
-    return width * (shape.outer + (shape.layers - done if one_shard else layers) * _layer(shape)) / tensor
+    return width * (shape.outer + (shape.layers - done if one_shard else layers) * _layer(shape, trainer)) / tensor
 
 
 def _of_logits(shape: ModelShape, width: int, tokens: float) -> float:
@@ -248,14 +262,14 @@ def _saved(shape: ModelShape, trainer: TrainerConfig) -> tuple[float, float]:
 
     Of the residual stream every rank of a tensor group has all, of the products between its matrices a part.
     """
-    width, tensor, copies = BYTES[trainer.dtype], trainer.parallel.tensor, shape.routed * shape.hidden
+    width, tensor, (copies, mlp) = BYTES[trainer.dtype], trainer.parallel.tensor, _routed(shape, trainer)
     norm = MASTER + width  # its input in float32, and normalised
     of_heads = norm * (shape.query + shape.key_value) + width * (2 * shape.query + 2 * shape.key_value)
-    layer = 2 * (norm + width) * shape.hidden + 2 * width * copies + (of_heads + 4 * width * shape.mlp) / tensor
+    layer = 2 * (norm + width) * shape.hidden + 2 * width * copies + (of_heads + 4 * width * mlp) / tensor
     if not trainer.recompute:
         return layer, 0
     if trainer.recompute != "selective":
         return width * shape.hidden, layer  # its input alone
-    of_mlp = copies if copies else shape.hidden + shape.mlp / tensor
+    of_mlp = copies if copies else shape.hidden + mlp / tensor
     selected = width * (of_mlp + (2 * shape.query + shape.key_value) / tensor)
     return width * shape.hidden + selected, layer - selected

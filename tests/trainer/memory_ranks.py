@@ -29,6 +29,7 @@ from trainer_support import one_pack
 from benchmarks.support.meter import Meter
 from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.engines.fsdp.sharded import mesh_of
 from penstock.trainer.logprobs import GPU_TILE_ELEMENTS, VOCAB_TILE
 
 
@@ -53,8 +54,10 @@ def outside(tensor: Tensor) -> Tensor:
     return torch.from_numpy(np.empty(tensor.nbytes, np.uint8)).view(tensor.dtype).copy_(tensor)
 
 
-def peak_bytes(case: Mapping[str, Any], ranks: Ranks) -> int:
-    engine = FSDPEngine(case["model"], TrainerConfig(**case["config"]), ranks)
+def peak_bytes(case: Mapping[str, Any], everyone: Ranks) -> int:
+    config = TrainerConfig(**case["config"])
+    ranks = Ranks(everyone.device, everyone.background, config.parallel.layout, everyone.timeout)
+    engine = FSDPEngine(case["model"], config, ranks)
     for part in engine.policy.modules():
         if isinstance(part, FSDPModule) and ranks.world > 1:
             part.set_custom_all_gather(AllGather())
@@ -65,6 +68,7 @@ def peak_bytes(case: Mapping[str, Any], ranks: Ranks) -> int:
     gc.collect()
     with Meter(memory=True, device=torch.device("cpu")) as meter:
         engine._actor.accumulate([pack, pack], loss, 1.0)
+    ranks.own(mesh_of).close()
     return meter.peak_bytes
 
 

@@ -6,6 +6,7 @@ that refuses settings it cannot serve before anything is loaded. Importing it lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,13 @@ def check_nodes(config: TrainerConfig, nodes: int) -> None:
             f"trainer.parallel.replicate is {replicate}: each {together} consecutive ranks hold all shards, and {here} "
             f"of {config.ranks} ranks are on each of {nodes} machines, so that some would lie over parts of two "
             f"machines. Set it to {nodes}: the shards of a set are then on one machine"
+        )
+    expert = config.parallel.expert
+    if here % expert and expert % here:
+        raise BadJob(
+            f"trainer.parallel.expert is {expert}: so many consecutive ranks share out the experts, and {here} of "
+            f"{config.ranks} ranks are on each of {nodes} machines, so that some would lie over parts of two machines. "
+            f"Set it to {math.gcd(expert, here)}"
         )
     if nodes > 1 and here % tensor:
         raise BadJob(

@@ -41,6 +41,8 @@ class RankLayout:
     replicate: int = 1
     """H: sets of consecutive ranks of which each holds all shards of weights, gradients and moments. Who trains which
     rows does not hang on it: the replicas of one set and of all sets share out the batch."""
+    expert: int = 1
+    """E: consecutive ranks that share out a mixture's experts. They train other rows, as if it were 1."""
 
     @property
     def ranks(self) -> int:

@@ -20,9 +20,11 @@ class Shard:
     """Shape of the whole tensor."""
     published: torch.dtype
     rank_bytes: tuple[int, ...]
-    """Bytes that each rank has of it, in `published`: the parts in the order of the ranks are the tensor's bytes."""
+    """Bytes that each rank has of it, in `published`: the parts in `order` are the tensor's bytes."""
     local: torch.Tensor
     """This rank's part, on any device and in any dtype. Not touched after `WeightSource.take`."""
+    order: tuple[int, ...] = ()
+    """Ranks in the order of their parts; empty: ascending."""
 
     @property
     def dtype(self) -> str:

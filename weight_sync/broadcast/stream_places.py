@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -131,15 +132,18 @@ class RankRange(NamedTuple):
 class Places:
     """Which rank has which bytes of the stream."""
 
-    def __init__(self, sizes: Iterable[tuple[int, ...]], items: Sequence[int]) -> None:
-        """`sizes`: of each tensor in the stream's order, the bytes on each rank. `items`: the bytes of its values."""
+    def __init__(
+        self, sizes: Iterable[tuple[int, ...]], items: Sequence[int], orders: Iterable[tuple[int, ...]] = repeat(())
+    ) -> None:
+        """`sizes`: of each tensor in the stream's order, the bytes on each rank. `items`: the bytes of its values.
+        `orders`: the ranks in the order of their bytes, empty where it is ascending."""
         self.items = items
         self.parts: list[Part] = []
         self.total, local, marks = 0, dict[int, int](), dict[int, int]()
-        for tensor, (each, item) in enumerate(zip(sizes, items, strict=True)):
+        for tensor, ((each, item), order) in enumerate(zip(zip(sizes, items, strict=True), orders, strict=False)):
             value = 0
-            for rank, nbytes in enumerate(each):
-                if nbytes:
+            for rank in order or range(len(each)):
+                if nbytes := each[rank]:
                     at, mark = local.get(rank, 0), marks.get(rank, 0)
                     self.parts.append(Part(rank, self.total, at, nbytes, item, tensor, value, 8 * mark))
                     self.total += nbytes

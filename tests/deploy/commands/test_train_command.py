@@ -161,6 +161,8 @@ def test_a_rendezvous_that_cannot_be_is_refused(
         ),
         ({"engine": "megatron", "ranks": 4, "parallel": {"tensor": 4}}, 2, r"tensor is 4, and 2 of 4 ranks"),
         ({"engine": "megatron", "ranks": 4, "parallel": {"tensor": 2, "pipeline": 2}}, 2, ""),
+        ({"ranks": 12, "parallel": {"expert": 4}}, 2, r"parallel\.expert is 4: .* 6 of 12 ranks .* Set it to 2"),
+        *(({"ranks": 12, "parallel": {"expert": e}}, n, "") for e, n in ((6, 2), (3, 2), (12, 3))),
         *(({"ranks": 12, "parallel": {"replicate": r}}, n, "") for r, n in ((2, 2), (4, 2), (2, 4), (3, 3))),
     ],
 )

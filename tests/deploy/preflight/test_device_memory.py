@@ -111,6 +111,24 @@ def test_a_large_mixture_on_fsdp_does_not_fit_eight_gpus_of_80_gb() -> None:
     assert re.search(r"about 7[34]\.\d GiB of 72\.0 GiB", found.found), "78 GB"
 
 
+def test_experts_over_ranks_make_room_for_a_mixture_of_744b() -> None:
+    """Each rank of 512 has 23 GB of states; one layer's experts are 19 GB, with their gradients 97."""
+    sizes = {"hidden_size": 6144, "num_attention_heads": 64, "head_dim": 128, "num_key_value_heads": 8}
+    sizes |= {"intermediate_size": 12288, "num_hidden_layers": 75, "vocab_size": 151552}
+    shape = shape_from_config({**sizes, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048})
+    assert shape is not None
+    words = ["trainer.ranks=512", "rollout.servers=0", "rollout.max_model_len=8192", "trainer.micro_batch_tokens=8192"]
+    words += ["trainer.dtype=bfloat16", "trainer.recompute=true", "rollout.engine=hf"]
+    gpus = Gpus(512, 80 << 30)
+    whole = check_device("x", load_config(RECIPES / "retool/gpu1.yaml", words), shape, gpus)
+    assert not whole.ok
+    assert "trainer.parallel.expert" in whole.fix
+    shared = check_device(
+        "x", load_config(RECIPES / "retool/gpu1.yaml", [*words, "trainer.parallel.expert=32"]), shape, gpus
+    )
+    assert shared.ok, shared.found
+
+
 def test_engines_that_share_a_device_with_a_rank_count_there() -> None:
     recipe, shape = RECIPES / "retool/gpu8.yaml", shipped("models/retool-7b")
     eight = Gpus(8, 80 << 30)

@@ -142,23 +142,31 @@ def _filled_forks(forks: Tensor | None, runs: int) -> Tensor | None:
 class Exchange(torch.autograd.Function):
     """[C, …]: piece c goes to rank c, and the pieces that come stand in the order of their ranks. Its own inverse.
 
+    With sizes: of rows [S, …] the next `there[c]` go to rank c, and `here[c]` come from it.
+
     Contiguous copies both ways: a gradient with permuted strides, as attention's is, would be sent in the wrong order.
     """
 
     @staticmethod
-    def forward(ctx: Any, pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchanged(pieces, group)
+    def forward(
+        ctx: Any,
+        pieces: Tensor,
+        group: dist.ProcessGroup,
+        there: list[int] | None = None,
+        here: list[int] | None = None,
+    ) -> Tensor:
+        ctx.group, ctx.there, ctx.here = group, there, here
+        return _exchanged(pieces, group, there, here)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(gradients[0], ctx.group, ctx.here, ctx.there), None, None, None
 
 
-def _exchanged(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _exchanged(pieces: Tensor, group: dist.ProcessGroup, there: list[int] | None, here: list[int] | None) -> Tensor:
     sent = pieces.contiguous()
-    received = torch.empty(sent.shape, dtype=sent.dtype, device=sent.device)
-    dist.all_to_all_single(received, sent, group=group)
+    received = sent.new_empty(len(sent) if here is None else sum(here), *sent.shape[1:])
+    dist.all_to_all_single(received, sent, here, there, group=group)
     return received
 
 

@@ -32,7 +32,7 @@ from penstock.trainer.engines.fsdp.models import (
     load_policy,
     load_reference,
 )
-from penstock.trainer.engines.fsdp.publishing import local_shards
+from penstock.trainer.engines.fsdp.publishing import host_weight, local_shards
 from penstock.trainer.engines.fsdp.saved_model import save_settings, save_tensors
 from penstock.trainer.engines.fsdp.sharded import ShardedModule, TrainableModule, check_copies
 from penstock.trainer.engines.fsdp.shell import local_part
@@ -41,7 +41,7 @@ from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.state.checkpoint import leave_fingerprints
 from penstock.trainer.state.hashed_files import HashingStream
-from penstock.weight_sync import Shard, host_copy
+from penstock.weight_sync import Shard
 
 
 class FSDPEngine:
@@ -167,9 +167,9 @@ class FSDPEngine:
 
     def weights(self, dtype: torch.dtype, *, with_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):
-            full = merged(tensor, change if with_adapter else None)
-            if self._ranks.is_rank0:
-                yield from self.policy.names.split(name, host_copy(full, dtype))
+            whole = host_weight(tensor, change if with_adapter else None, dtype, self._ranks.rank)
+            if whole is not None:
+                yield from self.policy.names.split(name, whole)
 
     def gathered_weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):
@@ -283,6 +283,7 @@ def refuse_beside_images(model: str, config: TrainerConfig) -> None:
         "trainer.parallel.context": (config.parallel.context > 1, 1),
         "trainer.parallel.tensor": (config.parallel.tensor > 1, 1),
         "trainer.parallel.replicate": (config.parallel.replicate > 1, 1),
+        "trainer.parallel.expert": (config.parallel.expert > 1, 1),
         "trainer.lora.rank": (config.lora.rank > 0, 0),
         "trainer.compile": (config.compile, "false"),
         "trainer.liger": (config.liger, "false"),

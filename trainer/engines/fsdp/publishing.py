@@ -4,21 +4,24 @@ A parameter lies over the ranks by its rows, whole ones on each:
 
     a matrix [R, C]             a rank's rows are a range of the tensor's bytes
     experts stacked [E, …]      a row is one expert: each of its tensors in the files is one rank's, whole
+
+Under expert parallelism rows do not follow each other in the order of the ranks (`_rows`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as SplitRows
 
-from penstock.trainer.engines.fsdp.lora import named_weights
-from penstock.weight_sync import HubNames, Shard
+from penstock.trainer.engines.fsdp.experts import DIMENSION
+from penstock.trainer.engines.fsdp.lora import LowRank, merged, named_weights
+from penstock.weight_sync import HubNames, Shard, host_copy
 
 
 def local_shards(model: nn.Module, names: HubNames, dtype: torch.dtype, rank: int, world: int) -> list[Shard] | None:
@@ -49,8 +52,9 @@ class _Part:
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    rows: tuple[int, ...]
-    """Number of rows by rank."""
+    rows: Mapping[int, int]
+    """Number of rows by rank, in the order of the rows."""
+    world: int
     rank: int
     local: Tensor
     published: torch.dtype
@@ -58,17 +62,18 @@ class _Part:
     def shard(self, stored: str) -> Shard:
         """Return the shard of a parameter that the files have whole."""
         row_bytes = math.prod(self.shape[1:]) * self.published.itemsize
-        return Shard(stored, self.shape, self.published, tuple(rows * row_bytes for rows in self.rows), self.local)
+        sizes = tuple(self.rows.get(rank, 0) * row_bytes for rank in range(self.world))
+        return Shard(stored, self.shape, self.published, sizes, self.local, tuple(self.rows))
 
     def expert_shards(self, names: HubNames, name: str) -> Iterator[Shard]:
         """Every rank names the tensors of all experts, in one order, each whole on the rank of its expert."""
-        own = dict(names.split_experts(name, self.local, sum(self.rows[: self.rank])))
+        owners = [owner for owner, rows in self.rows.items() for _ in range(rows)]
+        own = dict(names.split_experts(name, self.local, owners.index(self.rank) if len(self.local) else 0))
         whole = torch.empty(self.shape, dtype=self.local.dtype, device="meta")
-        owners = [owner for owner, rows in enumerate(self.rows) for _ in range(rows)]
         shapes = {stored: tuple(tensor.shape) for stored, tensor in names.split_experts(name, whole, 0)}
         for owner, stored in zip(owners, names.experts(name) or (), strict=True):
             for one in stored:
-                sizes = [0] * len(self.rows)
+                sizes = [0] * self.world
                 sizes[owner] = math.prod(shapes[one]) * self.published.itemsize
                 local = own.get(one, self.local.new_empty(0))
                 yield Shard(one, shapes[one], self.published, tuple(sizes), local)
@@ -78,17 +83,50 @@ def _part(tensor: Tensor, published: torch.dtype, rank: int, world: int) -> _Par
     """None if it is not a range of rows. What every rank has whole is rank 0's."""
     whole = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        rows = (whole[0] if whole else 1, *[0] * (world - 1))
-        return _Part(whole, rows, rank, tensor.detach() if rank == 0 else tensor.new_empty(0, *whole[1:]), published)
-    *copies, rows_split = tensor.placements
-    mesh = tensor.device_mesh
-    if rows_split != SplitRows(0) or not all(one.is_replicate() for one in copies) or mesh.size() != world:
-        return None
-    # Consecutive ranks hold all rows; the sets after the first one hold the same.
-    shards = mesh.size(len(copies))
-    rows = (*rows_of(whole[0], shards), *[0] * (world - shards))
-    local = tensor.to_local().detach()
-    return _Part(whole, rows, rank, local if rank < shards else local[:0], published)
+        rows = {0: whole[0] if whole else 1}
+        local = tensor.detach() if rank == 0 else tensor.new_empty(0, *whole[1:])
+    else:
+        if any(getattr(one, "dim", 0) for one in tensor.placements) or "tensor" in _dimensions(tensor):
+            return None
+        rows = _rows(tensor)
+        local = tensor.to_local().detach()
+    return _Part(whole, rows, world, rank, local if rank in rows else local[:0], published)
+
+
+def _dimensions(tensor: DTensor) -> dict[str, int]:
+    return dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.device_mesh.shape, strict=True))
+
+
+def _rows(tensor: DTensor) -> dict[int, int]:
+    """Rank → how many rows it has, in their order. Consecutive ranks hold all of them; the sets after the first one
+    hold the same. Under expert parallelism FSDP lays each rank's part of the experts over the shards."""
+    sizes = _dimensions(tensor)
+    shards, parts = sizes["shards"], sizes.get(DIMENSION, 1)
+    each = rows_of(len(tensor) // parts, shards)
+    return {shard * parts + part: each[shard] for part in range(parts) for shard in range(shards)}
+
+
+@torch.no_grad()
+def host_weight(tensor: Tensor, change: LowRank | None, dtype: torch.dtype, rank: int) -> Tensor | None:
+    """Return the weight with its change in `dtype`, whole, on rank 0's host; None on other ranks. A collective.
+
+    Of experts that ranks share out, no device ever has more than one rank's rows.
+    """
+    if not isinstance(tensor, DTensor) or DIMENSION not in _dimensions(tensor):
+        full = merged(tensor, change)
+        return host_copy(full, dtype) if rank == 0 else None
+    whole = torch.empty(tensor.shape, dtype=dtype) if rank == 0 else None
+    local, first = tensor.to_local(), 0
+    for owner, count in _rows(tensor).items():
+        rows = local.new_empty(count, *tensor.shape[1:], dtype=dtype)
+        if rank == owner:
+            rows.copy_(local)
+        if count:
+            dist.broadcast(rows, owner)
+        if whole is not None:
+            whole[first : first + count].copy_(rows)
+        first += count
+    return whole
 
 
 def rows_of(rows: int, world: int) -> list[int]:

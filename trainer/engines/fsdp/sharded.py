@@ -3,6 +3,7 @@
 Over which ranks FSDP's weights lie, and who shares this rank's tokens.
 
 rank = tensor + T · (context + C · replica)            `layout`, without stages
+     = expert + E · (shard + shards · replicate)       of a mixture's experts (`experts`)
 
 shards    ranks of one place in their tensor groups: each weight, or each part of a split one, lies over them
           under `RankLayout.replicate`, over the n-th part of them, and each part holds the same (HSDP)
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -48,6 +49,7 @@ from penstock.trainer.engine import Update
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.activation_offload import offload_activations
 from penstock.trainer.engines.fsdp.context import ContextGroup
+from penstock.trainer.engines.fsdp.experts import DIMENSION, split_experts
 from penstock.trainer.engines.fsdp.host_states import HostAdamW, moments_bytes, on_this_rank
 from penstock.trainer.engines.fsdp.shell import ModelShell, local_part
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel, split_over
@@ -181,12 +183,15 @@ class TrainableModule(ShardedModule):
         """Gradients are clipped to the norm `largest`, unless it is 0; returns their norm before. A collective."""
         learning = [one for one in self.module.parameters() if one.grad is not None]
         gradients = [one.grad for one in learning if one.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        by_mesh: dict[Any, list[Tensor]] = {}  # experts lie over one of their own; torch takes the norm over one
+        for gradient in gradients:
+            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+        norms = [nn.utils.get_total_norm(part) for part in by_mesh.values()]
+        grad_norm = math.hypot(*(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms))
         if not largest:
             return grad_norm
-        if self._mesh.replicate == 1:
-            nn.utils.clip_grads_with_norm_(learning, largest, norm)
+        if self._mesh.replicate == 1 and len(norms) == 1:
+            nn.utils.clip_grads_with_norm_(learning, largest, norms[0])
             return grad_norm
         # Each set of shards has summed it by itself, maybe in another order: clipped by another number, its weights
         # would no longer be the others'.
@@ -207,6 +212,7 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
         module.to(ranks.device)
     if mesh.tensor is not None:
         split_over(module, mesh.tensor)
+    experts = [] if mesh.expert is None else split_experts(module.model, mesh.expert)
     if mesh.context is not None:
         _check_context(module, ranks.layout)
         module.context = mesh.context
@@ -221,6 +227,12 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     }
     if on_host:
         arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+    for one in experts:
+        fully_shard(one, **{**arguments, "mesh": mesh.expert_sets if on_host else mesh.expert_shards})
+        # They have the gradients of all E ranks' tokens already: as of all other weights, the mean is over all ranks.
+        one.set_gradient_divide_factor(float(mesh.size))
+        # gloo can only add. Alone in its mesh a rank has nothing to add, and FSDP2 would divide twice.
+        one.set_force_sum_reduction_for_comms(ranks.device.type == "cpu" and mesh.expert_shards.size() > mesh.replicate)
     blocks = _blocks(module)
     for block in reversed(_without_shared(blocks, module)):  # those inside another block (Zamba 2) before it
         fully_shard(block, **arguments)
@@ -286,15 +298,18 @@ class Mesh:
         """Ranks over which gradients are averaged."""
         sizes = {"replicate": self.replicate, "shards": self.size // self.replicate, "tensor": layout.tensor}
         dimensions = {name: size for name, size in sizes.items() if size > 1 or name != "tensor"}
-        mesh = torch.arange(dist.get_world_size()).view(*dimensions.values())
-        groups = [_group_along(mesh, axis, timeout) for axis in range(mesh.ndim)]
-        self._whole = DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=tuple(dimensions))
+        self._whole = _device_mesh(dimensions, device_type, timeout)
+        self._experts: DeviceMesh | None = None
+        if layout.expert > 1:
+            over = {"replicate": self.replicate, "shards": sizes["shards"] // layout.expert, DIMENSION: layout.expert}
+            self._experts = _device_mesh(over, device_type, timeout)
         self.context = _context(layout, timeout) if layout.context > 1 else None
 
     def close(self) -> None:
         """Release the groups. DTensor's caches keep every device mesh as long as the process lives, and a mesh keeps
         its groups: their threads could abort the ending interpreter."""
-        getattr(self._whole, "_pg_registry", {}).clear()
+        for mesh in (self._whole, self._experts):
+            getattr(mesh, "_pg_registry", {}).clear()
 
     @property
     def shards(self) -> DeviceMesh:
@@ -310,9 +325,31 @@ class Mesh:
     def tensor(self) -> DeviceMesh | None:
         return None if self._tensor_size == 1 else self._whole["tensor"]
 
+    @property
+    def expert(self) -> DeviceMesh | None:
+        """[expert]: the ranks that share out a mixture's experts."""
+        return self._experts and self._experts[DIMENSION]
+
+    @property
+    def expert_shards(self) -> DeviceMesh:
+        """Return `shards` of the ranks that have the same part of the experts."""
+        assert self._experts is not None
+        return self._experts["shards"] if self.replicate == 1 else self.expert_sets
+
+    @property
+    def expert_sets(self) -> DeviceMesh:
+        assert self._experts is not None
+        return self._experts["replicate", "shards"]
+
 
 def mesh_of(ranks: Ranks) -> Mesh:
     return Mesh(ranks.layout, ranks.device.type, ranks.timeout)
+
+
+def _device_mesh(sizes: Mapping[str, int], device_type: str, timeout: timedelta) -> DeviceMesh:
+    mesh = torch.arange(dist.get_world_size()).view(*sizes.values())
+    groups = [_group_along(mesh, axis, timeout) for axis in range(mesh.ndim)]
+    return DeviceMesh.from_group(groups, device_type, mesh, mesh_dim_names=tuple(sizes))
 
 
 def _group_along(mesh: torch.Tensor, axis: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -75,6 +75,7 @@ def poisoned(folder: Path) -> str:
 SPLIT = {
     "FSDP x TP": ("tied, critic, reference", {"parallel": {"tensor": 2}}),
     "FSDP x TP, low rank": ("low rank", {"parallel": {"tensor": 2}}),
+    "experts over ranks": ("stacked experts", {"parallel": {"expert": 2}}),
 }
 
 

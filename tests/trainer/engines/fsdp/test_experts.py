@@ -1,0 +1,219 @@
+"""Experts shared out over gloo ranks give what one rank's plain forward gives, judged in float64."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import transformers
+from expert_ranks import LENGTHS, PER_TOKEN, PROMPT, SETTINGS, routes_of, rows_of, trained_tokens
+from safetensors.torch import load_file
+from tests.tiny_model import SHAPE, save_tiny_model
+from trainer_support import run_ranks
+from transformers import AutoModelForCausalLM
+
+from penstock.rollout_server import KEYWORD, Routers, Routing
+from penstock.trainer.engines.fsdp.experts import experts_of
+from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel
+
+pytestmark = pytest.mark.torch
+STEPS, HIDDEN = 3, SHAPE["hidden_size"]
+GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+QWEN = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "shared_expert_intermediate_size": 16,
+}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {**QWEN, "norm_topk_prob": True, "tie_word_embeddings": False},
+    "GptOss": {"num_local_experts": 8, "num_experts_per_tok": 2, "layer_types": ["sliding_attention"] * 2},
+    "Qwen3_5Moe": {**QWEN, **DELTA},
+    "Qwen3Next": {**QWEN, **DELTA},
+    "Glm4Moe": {**GROUPS, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "DeepseekV3": {**GROUPS, **MLA, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "NemotronH": {
+        **GROUPS,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 16, "n_groups": 1},
+        "moe_shared_expert_intermediate_size": 16,
+        "num_hidden_layers": 4,
+    },
+}
+LLAMA4 = {"num_local_experts": 4, "moe_layers": [1], "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64}
+NOISY = ("A_log", "dt_bias")
+"""Parameters of Gated DeltaNet whose gradients are noisy in float32, whatever computes them."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {kind: save_tiny_model(tmp_path_factory.mktemp(kind), kind, **FAMILIES[kind]) for kind in FAMILIES}
+
+
+def launch(folder: Path, ranks: int, cases: dict[str, Any]) -> Path:
+    run_ranks("expert_ranks.py", ranks, folder, json.dumps(cases))
+    return folder
+
+
+def plain(model: str) -> dict[str, Any]:
+    """One rank's forward of each row alone, by transformers' eager attention and experts, in float64."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager").eval()
+    policy.set_experts_implementation("eager")
+    layers = Routers(policy).mixtures.layers
+    settings = {"lr": SETTINGS["lr"], "eps": SETTINGS["eps"], "betas": (0.9, 0.95), "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(policy.parameters(), **settings)
+    scored, gradients, norms = [], {}, []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        summed = 0.0
+        for ids in rows_of(step):
+            row = torch.tensor([ids])
+            routed = Routing(torch.from_numpy(routes_of(ids, layers)).long())
+            logits = policy(input_ids=row, use_cache=False, **{KEYWORD: routed}).logits[0, PROMPT - 1 : -1]
+            logprobs = logits.log_softmax(-1).gather(-1, row[0, PROMPT:, None])[:, 0]
+            (-logprobs.sum() / trained_tokens()).backward()
+            summed += float(logprobs.detach().sum())
+            scored += logprobs.tolist() if step == 0 else []
+        gradients = gradients or {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), SETTINGS["max_grad_norm"])
+        norms.append([-summed / trained_tokens(), float(norm)])
+        optimizer.step()
+    weights = {name: one.detach() for name, one in policy.named_parameters()}
+    return {"scored": scored, "gradients": gradients, "weights": weights, "norms": norms}
+
+
+def reports(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
+
+
+def assert_equal(expected: dict[str, Any], folder: Path) -> None:
+    """Logprobs and gradients of the first step, losses and norms of each, weights after the last."""
+    scored = [value for report in reports(folder) for pack in report["scored"] for value in pack]
+    assert sorted(scored) == pytest.approx(sorted(expected["scored"]), abs=1e-5)
+    noisy = any(name.endswith(NOISY) for name in expected["weights"])
+    later = 2e-4 if noisy else 1e-5  # after an update that such a gradient went into
+    norms = json.loads((folder / "norms.json").read_text())
+    assert norms == [pytest.approx(one, rel=later) for one in expected["norms"]]
+    assert_close(load_file(folder / "gradients.safetensors"), expected["gradients"], 1e-5)
+    assert_close(load_file(folder / "weights.safetensors"), expected["weights"], later)
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """Each tensor to `tolerance` of the largest value of all."""
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        allowed = (10 if name.endswith(NOISY) else 1) * tolerance * largest
+        assert float((found[name] - tensor).abs().max()) <= allowed, name
+
+
+def case(model: str, config: dict[str, Any], steps: int = STEPS, resume: str = "") -> dict[str, Any]:
+    """Routes are replayed: where two experts nearly tie, float32 and float64 would choose by their last digits."""
+    return {"model": model, "config": config, "steps": steps, "resume": resume, "replay": True}
+
+
+def test_two_ranks_share_out_experts_and_give_one_ranks_results(models: dict[str, str], tmp_path: Path) -> None:
+    kinds = ("Qwen3Moe", "GptOss")
+    launch(tmp_path, 2, {kind: case(models[kind], {"parallel": {"expert": 2}}) for kind in kinds})
+    for kind in kinds:
+        assert_equal(plain(models[kind]), tmp_path / kind)
+    # Dispatch and combine of the forward and of the backward, k rows of float32 per token and layer with experts.
+    exchanged = 4 * 2 * PER_TOKEN * HIDDEN * 4 * sum(LENGTHS)
+    assert sum(report["exchanged"] for report in reports(tmp_path / "Qwen3Moe")) == pytest.approx(exchanged, rel=0.05)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "two parts of two shards": {"parallel": {"expert": 2}},
+    "four parts": {"parallel": {"expert": 4}},
+    "two sets of two parts": {"parallel": {"expert": 2, "replicate": 2}, "recompute": True},
+    "tokens over two ranks": {"parallel": {"expert": 2, "context": 2}},
+    "tokens over two ranks, four parts": {"parallel": {"expert": 4, "context": 2}, "recompute": "selective"},
+    "states on the host": {"parallel": {"expert": 2}, "offload": True},
+    "moments on the host": {"parallel": {"expert": 4}, "offload": "optimizer"},
+    "inputs on the host": {"parallel": {"expert": 2}, "recompute": True, "activation_offload": True},
+}
+
+
+@pytest.mark.deep
+def test_four_ranks_share_out_experts_in_every_layout(models: dict[str, str], tmp_path: Path) -> None:
+    launch(tmp_path, 4, {name: case(models["Qwen3Moe"], config) for name, config in LAYOUTS.items()})
+    expected = plain(models["Qwen3Moe"])
+    for name in LAYOUTS:
+        assert_equal(expected, tmp_path / name)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_out_the_experts_of_every_family(ranks: int, models: dict[str, str], tmp_path: Path) -> None:
+    config = {"parallel": {"expert": ranks}}
+    launch(tmp_path, ranks, {kind: case(models[kind], config) for kind in FAMILIES})
+    for kind in FAMILIES:
+        assert_equal(plain(models[kind]), tmp_path / kind)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+def test_a_checkpoint_goes_on_in_any_layout_and_number_of_ranks(
+    kind: str, models: dict[str, str], tmp_path: Path
+) -> None:
+    def of(parallel: dict[str, int], steps: int, resume: str = "") -> dict[str, Any]:
+        return case(models[kind], {"parallel": parallel}, steps, resume)
+
+    launch(tmp_path, 2, {"two ranks": of({"expert": 2}, 2), "plain": of({}, 2)})
+    parts = {"parts": of({"expert": 2}, 2), "sets": of({"expert": 2, "replicate": 2}, 2)}
+    parts |= {"2 → 4": of({"expert": 4}, 1, "two ranks"), "plain → 4": of({"expert": 2}, 1, "plain")}
+    launch(tmp_path, 4, {**parts, "parts → 4": of({"expert": 4}, 1, "parts"), "sets → plain": of({}, 1, "sets")})
+    launch(tmp_path, 2, {"parts → 2": of({"expert": 2}, 1, "parts"), "4 → plain": of({}, 1, "sets")})
+    expected = plain(models[kind])["weights"]
+    for resumed in ("2 → 4", "plain → 4", "parts → 4", "sets → plain", "parts → 2", "4 → plain"):
+        assert_close(load_file(tmp_path / resumed / "weights.safetensors"), expected, 1e-5)
+
+
+@pytest.mark.deep
+def test_low_rank_matrices_of_attention_learn_beside_experts_over_ranks(models: dict[str, str], tmp_path: Path) -> None:
+    lora = {"lora": {"rank": 4}}
+    parallel = {"whole": {}, "parts": {"expert": 2}}
+    cases = {name: case(models["Qwen3Moe"], {**lora, "parallel": one}) for name, one in parallel.items()}
+    launch(tmp_path, 4, cases)
+    whole, parts = (load_file(tmp_path / name / "weights.safetensors") for name in cases)
+    assert_close(parts, whole, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "ranks", "message"),
+    [
+        ("Qwen3Moe", {**QWEN, "num_experts": 6}, 4, r"expert is 4, .*divide the 6 experts: set it to 2"),
+        ("Qwen3", {}, 2, r"expert is 2, and Qwen3ForCausalLM has no layers with experts: set it to 1"),
+        ("Llama4", LLAMA4, 2, r"experts of Llama4ForCausalLM \(Llama4TextExperts\) .*: set it to 1"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_by_name(
+    kind: str, changes: dict[str, Any], ranks: int, message: str
+) -> None:
+    config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config(**{**SHAPE, **changes}))
+    with pytest.raises(CannotSplitModel, match=message):
+        experts_of(model, ranks)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_takes_its_part_of_a_layers_experts(ranks: int, tmp_path: Path) -> None:
+    """Peak of a backward above weights and moments, as torch's allocator records it. Experts are nearly all of it."""
+    large = {"num_experts": 32, "moe_intermediate_size": 256, "hidden_size": 64, "num_hidden_layers": 3}
+    model = save_tiny_model(tmp_path / "large", "Qwen3Moe", **{**QWEN, **large})
+    layouts = {"whole": {}, "parts": {"parallel": {"expert": ranks}}}
+    cases = {name: {"model": model, "config": config, "tokens": 24} for name, config in layouts.items()}
+    run_ranks("memory_ranks.py", ranks, tmp_path, json.dumps(cases))
+    peaks = json.loads((tmp_path / "peaks.json").read_text())["peaks"]
+    assert peaks["parts"] / peaks["whole"] <= 1.15 / ranks, peaks
