@@ -1,6 +1,10 @@
 from .app import serve_api as serve_api
 from .keys import BadKeys as BadKeys
 from .keys import parse_keys as parse_keys
+from .messages import DTYPES as DTYPES
+from .messages import INT64 as INT64
+from .messages import PROTOBUF as PROTOBUF
+from .messages import message_types as message_types
 from .routes import ServiceContext as ServiceContext
 from .worker import ServiceJob as ServiceJob
 from .worker import run_service as run_service

@@ -62,7 +62,7 @@ class ForwardCall:
 
 
 @cache
-def messages() -> dict[str, Any]:
+def message_types() -> dict[str, Any]:
     """The class of each message by name."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
@@ -104,7 +104,7 @@ def read_forward(body: bytes) -> ForwardCall:
     """Raises `BadMessage`. Shapes and ids are not checked against a model or a loss."""
     from google.protobuf.message import DecodeError
 
-    request = messages()["ForwardBackwardRequest"]()
+    request = message_types()["ForwardBackwardRequest"]()
     try:
         request.ParseFromString(body)
     except DecodeError as error:
@@ -181,7 +181,9 @@ def _dense(name: str, csr: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) ->
 # results -----------------------------------------------------------------------------------------------------------
 def write_forward(result: Forward) -> bytes:
     """A `ForwardBackwardOutput`. Metrics are named ``name:reduction``: the client adds up the parts of one call."""
-    output = messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics={"loss:sum": result.loss})
+    output = message_types()["ForwardBackwardOutput"](
+        loss_fn_output_type="ArrayRecord", metrics={"loss:sum": result.loss}
+    )
     for logprobs in _alike(result.logprobs):
         record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
         tensor = record.fields["logprobs"]
@@ -216,7 +218,7 @@ class SampledTokens:
 
 def write_sample(sequences: Sequence[SampledTokens], prompt_logprobs: NDArray[np.float32] | None) -> bytes:
     """A `SampleResponse`. `prompt_logprobs` are those of the prompt's tokens but the first, which has none."""
-    response = messages()["SampleResponse"]()
+    response = message_types()["SampleResponse"]()
     for one in sequences:
         response.sequences.add(
             stop_reason=STOP if one.stopped else LENGTH,

@@ -79,6 +79,19 @@ async def test_tokens_has_a_cost_for_each_turn_and_side(measure: Measure) -> Non
     assert tokens["turn_1"] < tokens["turn_4"] < tokens["turn_12"]
 
 
+@pytest.mark.deep
+@pytest.mark.torch
+@redis
+@pytest.mark.timeout(900)
+async def test_serve_has_a_step_of_each_side(measure: Measure) -> None:
+    pytest.importorskip("torch")
+    short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_MODEL": "tiny", "PENSTOCK_BENCH_ROWS": "8"}
+    measured = await measure("serve", **short)
+    assert set(measured["figures"]) == {"direct_step_s", "service_step_s", "service_of_8_step_s"}
+    assert set(measured["ratio"]) == {"steps_over_direct", "adapters_8_over_1"}
+    assert all(value > 0 for value in measured["figures"].values())
+
+
 async def test_http_has_a_ratio_for_each_client_and_kind_of_call(measure: Measure) -> None:
     short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_ANSWERS": "4", "PENSTOCK_BENCH_CALLS": "8"}
     measured = await measure("http", **short)

@@ -57,12 +57,12 @@ class Served:
 
 
 @contextmanager
-def serving(folder: Path, model_name: str = NAME) -> Iterator[Served]:
+def serving(folder: Path, model_name: str = NAME, *further: str) -> Iterator[Served]:
     folder.mkdir(exist_ok=True)
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     settings = [f"runs_dir={folder}", "name=service", "trainer.lora.rank=32", "trainer.checkpoint_every=4"]
-    settings += ["trainer.max_restarts=1000", "rollout.max_model_len=1024"]
+    settings += ["trainer.max_restarts=1000", *further]
     command = [
         sys.executable,
         "-m",

@@ -17,7 +17,7 @@ from penstock.common import HttpServer, cancel_and_wait, listen
 from penstock.rollout_server import RolloutConfig
 from penstock.service import ServiceContext, ServiceJob, parse_keys
 from penstock.service.app import make_app
-from penstock.service.messages import DTYPES, FLOAT32, INT64, PROTOBUF, messages
+from penstock.service.messages import DTYPES, FLOAT32, INT64, PROTOBUF, message_types
 from penstock.service.worker import RequestRunner
 from penstock.trainer import TrainerConfig
 from penstock.transfer_queue import Limits, RedisTransferQueue, RunContext, TransferQueueConfig
@@ -108,7 +108,7 @@ class Client:
             while status == 408:
                 status, answer = await self.call("POST", "retrieve_future", {"request_id": request_id})
         assert status == 200, answer
-        return messages()["ForwardBackwardOutput"].FromString(answer) if isinstance(answer, bytes) else answer
+        return message_types()["ForwardBackwardOutput"].FromString(answer) if isinstance(answer, bytes) else answer
 
     async def model(self, rank: int = 4, **lora: Any) -> str:
         session = (await self.post("create_session", tags=[], sdk_version="0.38.0"))["session_id"]
@@ -143,7 +143,7 @@ def forward_body(
     **inputs: Any,
 ) -> bytes:
     """A `ForwardBackwardRequest` of one datum."""
-    request = messages()["ForwardBackwardRequest"](
+    request = message_types()["ForwardBackwardRequest"](
         model_id=model, seq_id=number, loss_fn=loss, loss_fn_config=options or {}, forward_only=only
     )
     datum = request.data.add()

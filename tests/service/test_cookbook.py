@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ WORDS = {
     "one turn": (f"{RECIPES}.math_rl.train", *RL, "loss_fn=ppo", "num_substeps=2"),
     "asynchronous": (f"{RECIPES}.math_rl.train", *RL, "loss_fn=cispo", "max_steps_off_policy=2"),
     "several turns": (f"{RECIPES}.multiplayer_rl.guess_number.train", "renderer_name=qwen3_instruct", "group_size=2",
-                      "batch_size=2", "max_tokens=4", "max_steps=2"),
+                      "batch_size=2", "max_tokens=4", "max_steps=1"),
     "preferences": (f"{RECIPES}.preference.dpo.train", "renderer_name=qwen3_instruct", "dataset=hhh", "batch_size=4",
                     "max_length=128", "max_steps=2"),
     "distillation": (f"{RECIPES}.distillation.on_policy_distillation", f"teacher_model={MODEL}", "dataset=deepmath",
@@ -39,9 +40,13 @@ pytestmark = [
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     (folder / "Qwen").mkdir()
-    (folder / MODEL).symlink_to(ROOT / "recipes" / "calculator" / "model")
+    model = folder / MODEL
+    shutil.copytree(ROOT / "recipes" / "calculator" / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    # The model reads letters: ten turns are long.
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
     write_data(folder)
-    with serving(folder, MODEL) as opened:
+    with serving(folder, MODEL, f"model={model}", "rollout.max_model_len=4096") as opened:
         yield opened
 
 
