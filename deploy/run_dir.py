@@ -39,8 +39,8 @@ class RunDir:
         self.slurm = root / "slurm"
         """Scripts of `penstock slurm`, and its secrets, readable by their owner alone."""
         self.checkpoints = root / "checkpoints"
-        self.batches = root / "batches"
-        """Trained trajectories that wait for their commit."""
+        self.archive = root / "archive"
+        """Trained batches, unless transfer_queue.archive names another folder."""
         self.trajectories = root / "trajectories"
         self.metrics = root / "metrics.jsonl"
         self.steps = root / "steps.jsonl"
@@ -142,7 +142,7 @@ def _is_untrained(root: Path) -> bool:
     if run.is_alive():
         return False
     files = (run.metrics, run.steps, run.evaluations)
-    folders = (run.checkpoints, run.batches, run.trajectories, root / "model")
+    folders = (run.checkpoints, run.archive, run.trajectories, root / "model")
     return (
         (run.config.exists() or run.identity.exists())
         and not any(file.exists() and file.stat().st_size for file in files)

@@ -11,11 +11,11 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from penstock.testing.memory_groups import TRAIN, MemoryGroup, split_episode
 from penstock.testing.memory_steps import MemorySteps
 from penstock.transfer_queue.admission import most_together
-from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.trajectories import (
     decode_task,
     decode_trajectory,
@@ -45,6 +45,9 @@ from penstock.transfer_queue.types import (
 )
 from penstock.transfer_queue.validation import check_leases, check_tasks, finish
 
+if TYPE_CHECKING:
+    from penstock.transfer_queue.archive.archive import Archive
+
 
 class MemoryTransferQueue(MemorySteps):
     """`TransferQueue` in memory. `clock` (seconds) is the queue's time, for tests of leases."""
@@ -54,9 +57,9 @@ class MemoryTransferQueue(MemorySteps):
         *,
         registry_ttl_s: float = 6.0,
         clock: Callable[[], float] = time.monotonic,
-        batch_log: BatchLog | None = None,
+        archive: Archive | None = None,
     ) -> None:
-        super().__init__(registry_ttl_s, clock, batch_log)
+        super().__init__(registry_ttl_s, clock, archive)
 
     async def drop_run(self) -> int:
         keys = len(self._state.groups) + (self._config is not None)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from penstock.testing.memory_groups import GroupMember, MemoryGroup, split_episode
 from penstock.testing.memory_run import MemoryRun
 from penstock.transfer_queue.admission import may_ship
-from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.trajectories import (
     decode_trajectory,
-    get_fields,
+    fields_of,
     mark_of,
     pack_announcement,
 )
@@ -30,13 +29,16 @@ from penstock.transfer_queue.types import (
     Waiting,
 )
 
+if TYPE_CHECKING:
+    from penstock.transfer_queue.archive.archive import Archive
+
 
 class MemorySteps(MemoryRun):
     """These calls of `TransferQueue`, each of the trainer's fenced by its epoch."""
 
-    def __init__(self, registry_ttl_s: float, clock: Callable[[], float], batch_log: BatchLog | None) -> None:
+    def __init__(self, registry_ttl_s: float, clock: Callable[[], float], archive: Archive | None) -> None:
         super().__init__(registry_ttl_s, clock)
-        self._batch_log = batch_log
+        self._archive = archive
         self._epoch = 0
 
     def _member(self, episode_id: str) -> GroupMember | None:
@@ -44,13 +46,16 @@ class MemorySteps(MemoryRun):
         group = self._state.groups.get(task_id)
         return group.members[index] if group and index < len(group.members) else None
 
-    def _payload(self, episode_id: str) -> bytes:
+    def _trajectory(self, episode_id: str) -> Trajectory:
         member = self._member(episode_id)
-        if member is not None and member.spilled and self._batch_log is not None:
-            return self._batch_log.read(None, [episode_id])[episode_id]
+        if member is not None and member.spilled:
+            if self._archive is None:
+                raise QueueError(f"{episode_id} was spilled to the run's archive; this queue was made without it")
+            step = self._state.groups[split_episode(episode_id)[0]].step
+            return self._archive.read(step, [episode_id])[episode_id]
         if member is None or member.payload is None:
             raise BadPayload(f"{episode_id}: no payload; not completed, or its step is committed")
-        return member.payload
+        return decode_trajectory(member.payload)
 
     async def claim_training(self, holder: str) -> int:
         await self.config()
@@ -103,14 +108,12 @@ class MemorySteps(MemoryRun):
         return Batch(step, [group.rewarded_episodes() for group in batch])
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        return [decode_trajectory(self._payload(episode_id)) for episode_id in episode_ids]
+        return [self._trajectory(episode_id) for episode_id in episode_ids]
 
     async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
-        return [get_fields(self._payload(episode_id), fields) for episode_id in episode_ids]
+        return [fields_of(self._trajectory(episode_id), fields) for episode_id in episode_ids]
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
-        if self._batch_log is None:
-            raise QueueError("spill: this queue was made without a batch log")
         await self.check_training()
         if step >= self._state.version:
             raise StepError(f"spill of step {step}: version {step + 1} is not published")
@@ -119,9 +122,6 @@ class MemorySteps(MemoryRun):
         }
         members = {name: self._member(name) for name in episode_ids if name in trained}
         stored = {name: member for name, member in members.items() if member is not None and member.payload is not None}
-        if stored:
-            blobs = {name: member.payload for name, member in stored.items() if member.payload is not None}
-            self._batch_log.append(step, blobs, secrets.token_hex(8))
         for member in stored.values():
             member.payload, member.spilled = None, True
         self._state.counts["spilled"] += len(stored)
@@ -201,8 +201,6 @@ class MemorySteps(MemoryRun):
             state.next_step, state.version = max(step, state.next_step), step
             state.announcement = None
         state.committed_step = max(state.committed_step, step)
-        if self._batch_log is not None:
-            self._batch_log.drop_below(step)
 
     def _forget_fixed(self, step: int) -> None:
         state = self._state

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.virtual_clock import VirtualClock
 
 from penstock.testing import MemoryTransferQueue
-from penstock.transfer_queue import Announcement, Batch, BatchLog, QueueUnavailable, ServerInfo
+from penstock.transfer_queue import Announcement, Batch, QueueUnavailable, ServerInfo
+
+if TYPE_CHECKING:
+    from penstock.transfer_queue import Archive
 
 
 class Crash(Exception):
@@ -20,9 +23,9 @@ class Crash(Exception):
 class FaultyQueue(MemoryTransferQueue):
     """`MemoryTransferQueue`, whose calls of trainers and servers fail as a test says."""
 
-    def __init__(self, batch_log: BatchLog | None = None) -> None:
+    def __init__(self, archive: Archive | None = None) -> None:
         self.clock = VirtualClock()
-        super().__init__(clock=self.clock, batch_log=batch_log)
+        super().__init__(clock=self.clock, archive=archive)
         self.down = False
         """Calls raise `QueueUnavailable`."""
         self.waits_for: dict[str, asyncio.Event] = {}

@@ -49,6 +49,7 @@ from .state.checkpoint import SLOWEST_BYTES_PER_S as SLOWEST_BYTES_PER_S
 from .state.checkpoint import NotResumable as NotResumable
 from .state.checkpoint import NotSaved as NotSaved
 from .state.recorder import Recorder as Recorder
+from .state.recorder import load_tokenizer as load_tokenizer
 from .state.recorder import readable_trajectory as readable_trajectory
 from .stopping import Stopping as Stopping
 from .stopping import TrainingDiverged as TrainingDiverged

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.common import cores
 from penstock.rollout_server import RolloutConfig
@@ -15,6 +15,9 @@ from penstock.trainer.data.config import DataConfig
 from penstock.trainer.ranks.layout import CORES_VARIABLE
 from penstock.trainer.sinks import MetricSink
 from penstock.transfer_queue import Limits, RunContext, TurnSettings
+
+if TYPE_CHECKING:
+    from penstock.transfer_queue import Archive
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,9 @@ class TrainJob:
     """The sampling temperature of training episodes: the engine's logprobs are those of logits / temperature."""
     lost_payloads: Literal["drop", "strict"] = "drop"
     """Episodes of a step whose payload is gone: dropped and counted, or the trainer ends."""
-    spill: bool = False
-    """Trained trajectories wait for their commit in the queue's batch log, which `run.queue` then has."""
+    archive: Archive | None = None
+    """Trained trajectories wait here for their commit, and are kept. `run.queue` reads from it. None: they wait in the
+    queue."""
     stop_timeout_s: float = 60.0
     """After a cancellation: time for the step under way, the last checkpoint and its commit."""
     turn: TurnSettings | None = None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +36,6 @@ from penstock.trainer.losses import LOSSES
 from penstock.trainer.metrics import MetricAccumulator, exact_sum, router_metrics, step_metrics, tally_batch
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.ranks.distributed import Ranks
-from penstock.trainer.state.bad_batch import keep_bad_batch
 from penstock.trainer.stopping import BadSteps
 
 
@@ -55,13 +52,11 @@ class ScoredBatch:
 class Learner:
     """Everything between a batch and new weights. Every method is a collective."""
 
-    def __init__(self, config: TrainerConfig, engine: Engine, ranks: Ranks, bad_batches: Path | None = None) -> None:
-        """`bad_batches`: the folder for minibatches whose loss or gradient is not finite."""
+    def __init__(self, config: TrainerConfig, engine: Engine, ranks: Ranks) -> None:
         self._config = config
         self._engine = engine
         self._ranks = ranks
         self._estimators = Estimators(config, ranks)
-        self._bad_batches = bad_batches
         self._watch = BadSteps(config.max_bad_steps)
         self._has_implicit = "implicit" in needs_of(ADVANTAGES.get(config.advantage))
 
@@ -139,11 +134,7 @@ class Learner:
         chosen = select_tokens(config, packs, advantages.tokens, group, step=batch.step, ranks=self._ranks)
         targets = Targets(advantages.tokens.float(), weights, chosen, self._sequences(batch, packs, tokens))
         by = divisor(config.aggregation, total, episodes, config.aggregation_length)
-        update = self._engine.update(packs, Objective(config, targets, tally), by, batch.step)
-        if update.skipped:
-            about = {"loss": f"{update.loss}", "grad_norm": f"{update.grad_norm}", "divisor": f"{by}"}
-            self._keep(batch, number, packs, targets, about)
-        return update
+        return self._engine.update(packs, Objective(config, targets, tally), by, batch.step)
 
     def _sequences(self, batch: StepBatch, packs: Sequence[Pack], tokens: Tensor) -> Tensor | None:
         """tokens [E], trained ones → [E, 4] as in `Targets`. A collective."""
@@ -157,17 +148,6 @@ class Learner:
         partner, side = best_and_worst(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group), tokens > 0)
         rival = torch.where(side != 0, ratio[partner], 0.0)
         return torch.stack([ratio, tokens.clamp(min=1).double(), rival, side.double()], dim=1).float()
-
-    def _keep(
-        self, batch: StepBatch, minibatch: int, packs: Sequence[Pack], targets: Targets, about: dict[str, str]
-    ) -> None:
-        """Ranks that share a copy of the model hold the same rows: one of them writes."""
-        if self._bad_batches is None or not self._ranks.is_replica_leader:
-            return
-        name = f"step_{batch.step:06d}_{minibatch}_rank_{self._ranks.rank:02d}.safetensors"
-        about["episodes"] = json.dumps([one.episode_id for one in batch.trajectories])
-        about["config"] = self._config.model_dump_json()
-        keep_bad_batch(self._bad_batches / name, packs, targets, about)
 
     def _learn_values(self, scored: ScoredBatch, advantages: Advantages, tally: MetricAccumulator) -> list[Update]:
         assert scored.tokens.values is not None

@@ -79,10 +79,10 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
                     break
                 await p.announce(step + 1)
                 await p.record(batch, metrics, advantages.tokens)
-                if (step + 1) % job.config.checkpoint_every == 0:
+                is_due = (step + 1) % job.config.checkpoint_every == 0
+                await p.spiller.begin(batch, frees=not is_due and step + 1 < job.config.steps)
+                if is_due:
                     await p.save()
-                elif step + 1 < job.config.steps:
-                    await p.spiller.begin(batch)
             if job.config.eval_every and (step + 1) % job.config.eval_every == 0:
                 p.evaluate()
         await p.finish()

@@ -118,7 +118,7 @@ class Trainer:
                     stack.push_async_callback(part.close)
             if recorder is not None:
                 stack.push_async_callback(asyncio.to_thread, recorder.close)
-            learner = Learner(job.config, engine, ranks.data, job.run_dir / "bad_batches")
+            learner = Learner(job.config, engine, ranks.data)
             leaving = (publisher, saver, spiller)
             places = (job, in_torch, ranks, devices)
             parts = cls(*places, engine, learner, *leaving, source, recorder, evaluator, feeder, timeline, 0, 0.0)

@@ -5,7 +5,7 @@ admission             the admission and shipping inequalities; limits that canno
 validation            checks of tasks and trajectories before they are sent
 codec/                trajectories, journal entries and tasks as bytes
 redis/, lua/          the queue in Redis or a Redis Cluster, its servers and access rights
-batch_log             payloads of trained, uncommitted steps on disk
+archive/              trained batches on disk, in Parquet files with an index
 metrics               `Status` for Prometheus; memory accounting; length deciles
 """
 

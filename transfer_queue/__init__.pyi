@@ -4,7 +4,7 @@ from .admission import check_quotas as check_quotas
 from .admission import check_step_bytes as check_step_bytes
 from .admission import may_admit as may_admit
 from .admission import may_ship as may_ship
-from .batch_log import BatchLog as BatchLog
+from .archive.archive import Archive as Archive
 from .codec.trajectories import decode_trajectory as decode_trajectory
 from .codec.trajectories import encode_trajectory as encode_trajectory
 from .config import TransferQueueConfig as TransferQueueConfig

@@ -41,7 +41,12 @@ class TransferQueueConfig(BaseModel):
         default_factory=dict, description="data_source: most groups of it that may be in flight or wait at once."
     )
     compression: Literal["none", "zstd"] = Field("none", description="How trajectories are packed in the queue.")
-    spill: bool = Field(True, description="Trained, uncommitted trajectories wait on the trainer's disk, not in Redis.")
+    archive: str | None = Field(
+        None, description="Trained batches go to a folder NAME below this one; None: to the run's folder."
+    )
+    archive_bytes: int = Field(
+        8 << 30, ge=0, description="Most bytes of committed batches that are archived, the newest ones; 0: none is."
+    )
     lost_payloads: Literal["drop", "strict"] = Field(
         "drop", description="A payload of a fixed step is gone: drop and count its episode, or stop the run."
     )

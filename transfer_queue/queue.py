@@ -162,7 +162,7 @@ class TransferQueue(Protocol):
         """The groups of `step`. Once fixed, the answer is the same for every rank and after every crash."""
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        """Trajectories of finished, uncommitted episodes in the order given, from the store or the batch log.
+        """Trajectories of finished, uncommitted episodes in the order given, from the store or the archive.
 
         Raises `BadPayload` naming the damaged part.
         """
@@ -174,10 +174,9 @@ class TransferQueue(Protocol):
         """
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
-        """Move payloads of the trained, uncommitted `step` to the batch log and free them in the store.
+        """Free payloads of the trained, uncommitted `step` in the store: they are durable in the archive.
 
-        Each trainer rank spills its share. Returns the number moved; a repeat moves nothing. Payloads are durable in
-        the log before the store deletes them. Raises `QueueError` without a batch log, `StepError` for a
+        Each trainer rank spills its share. Returns the number freed; a repeat frees nothing. Raises `StepError` for a
         step that is not trained.
         """
 

@@ -124,8 +124,8 @@ class SoakRun:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, size))
 
     def cut_log(self) -> bool:
-        """The newest file of the batch log ends early. False where there is none."""
-        for path in sorted((self.root / "batches").glob("*.batch"), reverse=True):
+        """The newest file of the archive ends early. False where there is none."""
+        for path in sorted((self.root / "archive" / "batches").glob("*.parquet"), reverse=True):
             with contextlib.suppress(FileNotFoundError):  # committed meanwhile
                 os.truncate(path, path.stat().st_size - 1)
                 return True

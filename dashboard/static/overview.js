@@ -42,7 +42,7 @@ const SAID = {
   "trainer:batch": "the trainer waits for episodes",
   "trainer:publish": "the trainer waits for the weights to be read",
   "trainer:checkpoint": "the trainer waits for its checkpoint",
-  "trainer:spill": "the trainer waits for the batch log",
+  "trainer:spill": "the trainer waits for the archive",
   "agent:admission": "agent workers wait for the trainer: more episodes would be too old",
   "agent:server": "agent workers wait for a rollout server",
 };

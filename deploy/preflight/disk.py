@@ -51,8 +51,6 @@ def check_room(config: RunConfig) -> Check | None:
 
 def step_bytes(config: RunConfig) -> float:
     """Payloads of one step, which wait on the trainer's disk until their commit."""
-    if not config.transfer_queue.spill:
-        return 0
     return config.groups_per_step * config.largest_group * config.agent.most_response_tokens * token_bytes(config)
 
 

@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -30,7 +31,6 @@ from penstock.deploy.config import ConfigError, RunConfig, parse_config
 from penstock.deploy.run.processes import RestartBudget
 from penstock.deploy.run_dir import HEAD_LINE, RunDir
 from penstock.transfer_queue import (
-    BatchLog,
     Limits,
     NoSuchRun,
     QueueError,
@@ -40,6 +40,9 @@ from penstock.transfer_queue import (
     TransferQueue,
     TransferQueueConfig,
 )
+
+if TYPE_CHECKING:
+    from penstock.transfer_queue import Archive
 from penstock.transfer_queue.redis import ROLES, USERS_VERSION, find_redis_server, role_users
 
 logger = logging.getLogger("penstock.run")
@@ -122,7 +125,7 @@ class RunConnection:
         return "\n".join(lines) + "\n"
 
     async def connect(
-        self, settings: TransferQueueConfig | None = None, batch_log: BatchLog | None = None
+        self, settings: TransferQueueConfig | None = None, archive: Archive | None = None
     ) -> RedisTransferQueue:
         settings = settings or TransferQueueConfig()
         return await RedisTransferQueue.connect(
@@ -131,11 +134,11 @@ class RunConnection:
             config=settings,
             password=self.password,
             username=self.username,
-            batch_log=batch_log,
+            archive=archive,
         )
 
-    async def join(self, *, with_batch_log: bool = False, wait_s: float = 0.0) -> tuple[RedisTransferQueue, RunConfig]:
-        """The queue and the run's configuration, as `penstock run` stored it there. A trainer asks for a batch log.
+    async def join(self, *, with_archive: bool = False, wait_s: float = 0.0) -> tuple[RedisTransferQueue, RunConfig]:
+        """The queue and the run's configuration, as `penstock run` stored it there. A trainer asks for the archive.
 
         A queue that is away and a run that has not begun are waited for, `wait_s` seconds. Raises `QueueError` then.
         Roles of `penstock run` wait for a Redis that restarts; those that a person starts report it soon.
@@ -156,8 +159,16 @@ class RunConnection:
                 logged = True
                 await asyncio.sleep(0.5)
         config = parse_config(yaml.safe_load(text), source=f"the queue's run {self.run!r}")
-        batch_log = BatchLog(RunDir.of(config).batches) if with_batch_log else None
-        return await self.connect(config.transfer_queue, batch_log), config
+        archive = archive_of(config) if with_archive else None
+        return await self.connect(config.transfer_queue, archive), config
+
+
+def archive_of(config: RunConfig) -> Archive:
+    from penstock.transfer_queue import Archive  # loads pyarrow, which only a trainer needs
+
+    settings = config.transfer_queue
+    folder = Path(settings.archive) / config.name if settings.archive else RunDir.of(config).archive
+    return Archive(folder, config.name, settings.archive_bytes)
 
 
 def connection_of_run(config: RunConfig) -> RunConnection:

@@ -28,7 +28,7 @@ from penstock.common import (
     until_up,
 )
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, limits_of
+from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, archive_of, limits_of
 from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, TORCHRUN_TELLS, TRAINER_STOP_S, trainer_stop_s
 from penstock.deploy.run.processes import RESTARTS_VARIABLE, STOP_FILE_VARIABLE
 from penstock.deploy.run.stacks import answer_with_stacks
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from penstock.gateway import Gateway
     from penstock.rollout_server import Sidecar
+    from penstock.trainer import TrainJob
 
 logger = logging.getLogger("penstock.run")
 HEARTBEAT_VARIABLE = "PENSTOCK_HEARTBEAT"
@@ -235,6 +236,25 @@ def leave_torchrun() -> None:
         os.environ.pop(name, None)
 
 
+def train_job(run: RunContext, config: RunConfig, folder: Path) -> TrainJob:
+    """Return a job that publishes and archives nothing, in `folder`."""
+    from penstock.trainer import TrainJob
+
+    return TrainJob(
+        run=run,
+        config=config.trainer,
+        limits=limits_of(config),
+        run_dir=folder,
+        data=config.data,
+        rollout=config.rollout,
+        weights_dir=folder,
+        temperature=config.agent.temperature,
+        lost_payloads="strict",
+        stop_timeout_s=trainer_stop_s(config.trainer),
+        settings=config.model_dump(mode="json"),
+    )
+
+
 async def train_rank(link: RunConnection) -> None:
     """One rank of the trainer: the only one, or one of those that torchrun starts."""
     with uncollected():
@@ -248,28 +268,18 @@ async def train_rank(link: RunConnection) -> None:
             PayloadsLost,
             TrainerMetrics,
             TrainingDiverged,
-            TrainJob,
             train,
         )
         from penstock.transfer_queue import TooManyFiltered, TrainerFenced
 
-    # Also where nothing is spilled (any more): an earlier life of the run may have spilled what is to be replayed.
-    queue, config = await link.join(with_batch_log=True)
+    queue, config = await link.join(with_archive=True)
     run, run_dir, metrics = context_of(link, queue, config), RunDir.of(config), TrainerMetrics()
-    job = TrainJob(
-        run=run,
-        config=config.trainer,
-        limits=limits_of(config),
-        run_dir=run_dir.root,
-        data=config.data,
-        rollout=config.rollout,
+    job = replace(
+        train_job(run, config, run_dir.root),
         weights_dir=weights_dir(config, link.token),
-        temperature=config.agent.temperature,
         lost_payloads=config.transfer_queue.lost_payloads,
-        spill=config.transfer_queue.spill,
-        stop_timeout_s=trainer_stop_s(config.trainer),
+        archive=archive_of(config),
         turn=turn_of(config),
-        settings=config.model_dump(mode="json"),
         watchers=(metrics,),
     )
     work = train(job)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from penstock.transfer_queue import Batch, Trajectory
 class Step:
     """`settings` are those of the trainer; gradients are not clipped by default."""
 
-    def __init__(self, model: str, ranks: Ranks, *, bad_batches: Path | None = None, **settings: Any) -> None:
+    def __init__(self, model: str, ranks: Ranks, **settings: Any) -> None:
         self.config = TrainerConfig(**{"lr": 1e-2, "eps": 1e-4, "max_grad_norm": 1e9, **settings})
         self.engine = FSDPEngine(model, self.config, ranks)
-        self.learner = Learner(self.config, self.engine, ranks, bad_batches)
+        self.learner = Learner(self.config, self.engine, ranks)
 
     def batch_of(self, groups: Sequence[Sequence[Trajectory]], step: int = 1, bound: int = 2) -> StepBatch:
         ids = Batch(step, [[one.episode_id for one in group] for group in groups])

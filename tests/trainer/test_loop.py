@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.trainer import BadJob, BatchTimeout, DataError, NotResumable, PayloadsLost, Ranks, TrainJob, train
 from penstock.trainer.state.checkpoint import CheckpointStore, RecentBatches, save_timeout_s
-from penstock.transfer_queue import Announcement, BatchLog, DataCursor, TrainerFenced, Trajectory
+from penstock.transfer_queue import Announcement, Archive, DataCursor, TrainerFenced, Trajectory
 from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
@@ -221,11 +221,11 @@ async def test_a_lost_link_is_lost_weights(tmp_path: Path, tiny_model: str) -> N
     assert job.run.queue.renewed == [3]
 
 
-async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_log(
+async def test_spilled_steps_do_not_pile_up_and_are_replayed_from_the_archive(
     tmp_path: Path, tiny_model: str, reference: dict[str, torch.Tensor]
 ) -> None:
     """A step has 8 episodes. Held at once: the step that is read ahead, the one in training, and the one on its way."""
-    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, spill=True)
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, archives=True)
     await crash(job, "after", "lease_batch", 4)
     assert (await job.run.queue.status()).episodes["spilled"] >= 2 * 8
     await train(job)
@@ -384,21 +384,22 @@ async def lose_entries(job: TrainJob, call: str, number: int) -> None:
 async def test_a_crash_while_a_step_is_spilled(
     tmp_path: Path, tiny_model: str, moment: str, reference: dict[str, torch.Tensor]
 ) -> None:
-    """Steps 0 to 2 are trained again: from the log, or from the store where the log came too late."""
-    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, spill=True)
+    """Steps 0 to 2 are trained again: from the archive, or from the store where that came too late."""
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, archives=True)
     await crash(job, moment, "spill", 2)
     await train(job)
     await check_accounts(job)
     assert_weights(job, reference)
     assert (await job.run.queue.status()).episodes["spilled"] == 5 * 8
-    assert BatchLog(tmp_path / "batches").steps() == []
+    assert Archive(tmp_path / "archive").verify() == []
+    assert Archive(tmp_path / "archive").index()["step"].to_pylist() == [step for step in range(6) for _ in range(8)]
 
 
 @pytest.mark.parametrize(("every", "spilled"), [(3, 4 * 8), (1, 0)])
 async def test_a_step_whose_checkpoint_is_due_is_not_spilled(
     tmp_path: Path, tiny_model: str, every: int, spilled: int
 ) -> None:
-    job = make_job(tmp_path, tiny_model, {"checkpoint_every": every}, spill=True)
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": every}, archives=True)
     await train(job)
     await check_accounts(job)
     assert (await job.run.queue.status()).episodes["spilled"] == spilled

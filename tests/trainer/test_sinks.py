@@ -207,7 +207,7 @@ def test_tensorboard_has_every_number_by_version_and_texts_letter_for_letter(run
 SETTINGS = {
     "name": "calculator-7",
     "seed": 3,
-    "transfer_queue": {"url": "redis://user:hidden@host:6379", "spill": True},
+    "transfer_queue": {"url": "redis://user:hidden@host:6379", "deadline_s": 9.0},
     "tools": [{"name": "search", "settings": {"api_key": "hidden", "top": 3}}],
     "trainer": TrainerConfig(wandb={"project": "sums", "group": "ablation", "samples": 1}).model_dump(mode="json"),
 }

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,6 @@ from penstock.transfer_queue import (
     COMPLETED,
     Announcement,
     Batch,
-    BatchLog,
     DataCursor,
     Lease,
     Limits,
@@ -33,6 +32,9 @@ from penstock.transfer_queue import (
     Trajectory,
     Waiting,
 )
+
+if TYPE_CHECKING:
+    from penstock.transfer_queue import Archive
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -112,9 +114,9 @@ class ProducingQueue(FaultyQueue):
         self,
         limits: Limits,
         produce: Callable[[str, int, int], Trajectory] = make_trajectory,
-        batch_log: BatchLog | None = None,
+        archive: Archive | None = None,
     ) -> None:
-        super().__init__(batch_log)
+        super().__init__(archive)
         self._state.limits, self._config = limits, ""
         self.produce = produce
         self.starved = False
@@ -223,6 +225,13 @@ def write_rows(path: Path, count: int = ROWS) -> str:
     return str(path)
 
 
+def archive_in(folder: Path) -> Archive:
+    """Imported here: pyarrow starts threads, and processes that fork ranks have none."""
+    from penstock.transfer_queue import Archive
+
+    return Archive(folder / "archive", "test", 1 << 30)
+
+
 def make_job(
     folder: Path,
     model: str,
@@ -234,17 +243,19 @@ def make_job(
     rollout: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> TrainJob:
-    """A job of ten rows; `config`, `data` and `rollout` are settings of these sections."""
+    """A job of ten rows; `config`, `data` and `rollout` are settings of these sections. `archives`: what it trains."""
+    archive = archive_in(folder) if changes.pop("archives", False) else None
     limits = Limits(group_size=4, groups_per_step=2, max_staleness=changes.pop("max_staleness", 1))
     settings = {"steps": 6, "lr": 1e-3, "eps": 1e-4, "checkpoint_every": 2, "batch_timeout_s": 20.0, **(config or {})}
     values: dict[str, Any] = {
-        "run": RunContext(queue or ProducingQueue(limits, batch_log=BatchLog(folder / "batches")), model, token),
+        "run": RunContext(queue or ProducingQueue(limits, archive=archive), model, token),
         "config": TrainerConfig(**settings),
         "limits": limits,
         "run_dir": folder / "run",
         "weights_dir": folder / "weights",
         "data": DataConfig(**{"train": write_rows(folder / "train.jsonl"), **(data or {})}),
         "rollout": RolloutConfig(**(rollout or {})),
+        "archive": archive,
         **changes,
     }
     return TrainJob(**values)

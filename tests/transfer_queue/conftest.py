@@ -12,12 +12,12 @@ import pytest
 import pytest_asyncio
 
 from penstock.testing import MemoryTransferQueue
-from penstock.transfer_queue import BatchLog, Limits, RedisServer, RedisTransferQueue, TransferQueue
+from penstock.transfer_queue import Archive, Limits, RedisServer, RedisTransferQueue, TransferQueue
 from penstock.transfer_queue.redis.server import RedisCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples and redis_parts
 
-from queue_samples import LIMITS
+from queue_samples import LIMITS, archive_of
 from redis_parts import CONFIG, PASSWORD
 
 MakeQueue = Callable[[Limits], Awaitable[TransferQueue]]
@@ -52,11 +52,11 @@ async def make_queue(store: RedisServer | RedisCluster | None, tmp_path: Path) -
     async def make(limits: Limits) -> TransferQueue:
         queue: TransferQueue
         run = f"t-{secrets.token_hex(4)}"
-        log = BatchLog(tmp_path / run)
+        log = Archive(tmp_path / run)
         if store is None:
-            queue = MemoryTransferQueue(registry_ttl_s=CONFIG.registry_ttl_s, batch_log=log)
+            queue = MemoryTransferQueue(registry_ttl_s=CONFIG.registry_ttl_s, archive=log)
         else:
-            queue = await RedisTransferQueue.connect(store.url, run, CONFIG, PASSWORD, batch_log=log)
+            queue = await RedisTransferQueue.connect(store.url, run, CONFIG, PASSWORD, archive=log)
         made.append(queue)
         await queue.create_run(limits, "config: 1")
         return queue
@@ -74,8 +74,8 @@ async def connect_redis(redis_server: RedisServer) -> AsyncIterator[ConnectRedis
     own = f"r-{secrets.token_hex(4)}"
 
     async def connect(url: str = "", run: str = own, log: Path | None = None, **settings: Any) -> RedisTransferQueue:
-        config, batch_log = CONFIG.model_copy(update=settings), None if log is None else BatchLog(log)
-        client = await RedisTransferQueue.connect(url or redis_server.url, run, config, PASSWORD, batch_log=batch_log)
+        config, archive = CONFIG.model_copy(update=settings), None if log is None else Archive(log)
+        client = await RedisTransferQueue.connect(url or redis_server.url, run, config, PASSWORD, archive=archive)
         made.append(client)
         return client
 
@@ -109,8 +109,9 @@ async def another_client(store: RedisServer | RedisCluster | None) -> AsyncItera
             return queue.beside()
         assert isinstance(queue, RedisTransferQueue)
         assert store is not None
-        log = queue._batch_log and BatchLog(queue._batch_log.folder)
-        made.append(await RedisTransferQueue.connect(store.url, queue._run, CONFIG, PASSWORD, batch_log=log))
+        own = archive_of(queue)
+        log = own and Archive(own.folder)
+        made.append(await RedisTransferQueue.connect(store.url, queue._run, CONFIG, PASSWORD, archive=log))
         return made[-1]
 
     yield connect

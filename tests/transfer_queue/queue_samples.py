@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
 from typing import Any
@@ -13,6 +15,8 @@ from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     COMPLETED,
     Announcement,
+    Archive,
+    BadPayload,
     Batch,
     DataCursor,
     EpisodeImages,
@@ -109,6 +113,23 @@ async def train(queue: TransferQueue, step: int) -> Batch:
     assert isinstance(batch, Batch), batch
     assert await queue.publish_version(Announcement(step + 1, {"path": f"v{step + 1}"}))
     return batch
+
+
+def archive_of(queue: TransferQueue) -> Archive | None:
+    owner: Any = queue if isinstance(queue, MemoryTransferQueue) else queue._reader  # type: ignore[attr-defined]
+    return owner._archive
+
+
+async def spill(queue: TransferQueue, step: int, episodes: Sequence[str]) -> int:
+    """As a trainer does: the archive has them first."""
+    found = []
+    for episode in episodes:
+        with suppress(BadPayload):
+            found += await queue.read([episode])
+    archive = archive_of(queue)
+    assert archive is not None
+    archive.append(step, found)
+    return await queue.spill(step, episodes)
 
 
 async def expire_leases(queue: TransferQueue) -> None:

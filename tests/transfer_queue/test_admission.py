@@ -216,7 +216,8 @@ DEFAULTS = {
     "max_filtered_steps": 10,
     "quotas": {},
     "overage": "wait",
-    "spill": True,
+    "archive": None,
+    "archive_bytes": 8 << 30,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,16 @@ from penstock.transfer_queue import (
     encode_trajectory,
 )
 from penstock.transfer_queue.codec.columns import Column
-from penstock.transfer_queue.codec.packing import FORMAT, HEAD_GUESS, MAGIC, PREAMBLE, head_length, pack, parse_head
+from penstock.transfer_queue.codec.packing import (
+    FORMAT,
+    HEAD_GUESS,
+    MAGIC,
+    PREAMBLE,
+    head_length,
+    pack,
+    parse_head,
+    whole_head,
+)
 from penstock.transfer_queue.codec.trajectories import (
     KIND_TRAJECTORY,
     OPTIONAL_FIELDS,
@@ -37,11 +47,19 @@ from penstock.transfer_queue.codec.trajectories import (
     decode_task,
     encode_journal,
     encode_task,
-    get_fields,
     outcome_from_plain,
+    values_of,
+    wanted_fields,
 )
 
 CODECS = st.sampled_from(["none", "zstd"])
+
+
+def get_fields(blob: bytes, fields: Sequence[str]) -> FieldValues:
+    """As a client of Redis reads some fields: the head, then their bytes."""
+    head = whole_head(blob, KIND_TRAJECTORY)
+    raws = {name: blob[slice(*head.fields[name].byte_range)] for name in wanted_fields(head, fields)}
+    return values_of(head, raws, fields)
 
 
 @settings(max_examples=60)

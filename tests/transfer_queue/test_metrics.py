@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from queue_samples import LIMITS, at, finish_all, task, tasks, train, trajectory
+from queue_samples import spill as spill_step
 
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     Announcement,
+    Archive,
     Batch,
-    BatchLog,
     JournalEntry,
     JournalKind,
     LengthDecile,
@@ -144,9 +145,9 @@ TOKENS = 9_000
 async def queue(tmp_path: Path) -> AsyncIterator[RedisTransferQueue]:
     """Alone on its server, so that the server's memory is the run's."""
     async with RedisServer(tmp_path / "redis", PASSWORD) as server:
-        log = BatchLog(tmp_path / "batches")
+        log = Archive(tmp_path / "batches")
         await warm_up(server)
-        made = await RedisTransferQueue.connect(server.url, "m", TransferQueueConfig(), PASSWORD, batch_log=log)
+        made = await RedisTransferQueue.connect(server.url, "m", TransferQueueConfig(), PASSWORD, archive=log)
         yield made
         await made.close()
 
@@ -221,7 +222,7 @@ async def run_steps(queue: RedisTransferQueue, steps: int, *, spill: bool) -> li
             await queue.complete(lease, trajectory(lease, tokens=TOKENS))
         batch = await train(queue, step)
         if spill:
-            await queue.spill(step, [name for group in batch.groups for name in group])
+            await spill_step(queue, step, [name for group in batch.groups for name in group])
         held.append(await used(queue))
     return held
 

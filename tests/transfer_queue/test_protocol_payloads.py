@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from queue_samples import LIMITS, at, finish_all, images_of, same, tasks, train, trajectory
+from queue_samples import LIMITS, at, finish_all, images_of, same, spill, tasks, train, trajectory
 
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
@@ -59,18 +58,6 @@ async def test_fields_come_from_behind_a_long_head(make_queue) -> None:
     assert (values.segments[0]["response_ids"].tolist(), values.plain) == (list(range(10)), {"extra": sent.extra})
 
 
-async def test_a_commit_takes_the_batch_log_along(make_queue, tmp_path: Path) -> None:
-    queue = await make_queue(LIMITS)
-    await queue.submit(tasks(8), cursor=at(8))
-    episodes = await finish_all(queue)
-    for step in (0, 1):
-        await train(queue, step)
-        assert await queue.spill(step, episodes) == 4
-    assert len(list(tmp_path.rglob("*.batch"))) == 2
-    await queue.commit(1)
-    assert [path.name[:8] for path in tmp_path.rglob("*.batch")] == ["00000001"]
-
-
 async def test_images_are_counted_and_deleted_with_their_trajectory(make_queue) -> None:
     """Each once, however often it stands in the episode; a spilled step keeps them, a committed one has none left."""
     queue = await make_queue(LIMITS)
@@ -84,7 +71,7 @@ async def test_images_are_counted_and_deleted_with_their_trajectory(make_queue) 
     await train(queue, 0)
     episodes = [lease.episode_id for lease in leases]
     assert [one.images for one in await queue.read(episodes)] == [shown] * 4
-    await queue.spill(0, episodes)
+    await spill(queue, 0, episodes)
     assert [one.images for one in await queue.read(episodes)] == [shown] * 4
     await queue.commit(1)
     assert (await queue.status()).bytes == 0
@@ -113,19 +100,19 @@ async def test_spilled_payloads_leave_the_store_and_are_still_read(make_queue) -
     assert isinstance(batch, Batch)
     episodes = [name for group in batch.groups for name in group]
     with pytest.raises(StepError, match="version 1 is not published"):
-        await queue.spill(0, episodes)
+        await spill(queue, 0, episodes)
     await queue.publish_version(Announcement(1, {}))
     before = await queue.read(episodes)
     held = (await queue.status()).bytes
-    assert await queue.spill(0, episodes[:1]) == 1  # each rank spills its share
-    assert await queue.spill(0, episodes) == 3
-    assert await queue.spill(0, episodes) == 0
+    assert await spill(queue, 0, episodes[:1]) == 1  # each rank spills its share
+    assert await spill(queue, 0, episodes) == 3
+    assert await spill(queue, 0, episodes) == 0
     status = await queue.status()
     assert (status.episodes["spilled"], status.groups["trained"]) == (4, 2)
     assert held - status.bytes > 4 * 5000 * 9
     assert await queue.held() == set(episodes)
     after = await queue.read([episodes[2], episodes[0]])
-    assert repr(after) == repr([before[2], before[0]])
+    assert same(after, [before[2], before[0]])
     (values,) = await queue.get([episodes[1]], ["response_ids"])
     assert values.segments[0]["response_ids"].tolist() == list(range(5001))
     assert await queue.rewind(0) == 1
@@ -135,14 +122,15 @@ async def test_spilled_payloads_leave_the_store_and_are_still_read(make_queue) -
         await queue.read(episodes)
 
 
-async def test_a_queue_in_memory_without_a_batch_log_says_so() -> None:
+async def test_a_queue_without_the_archive_says_so() -> None:
     queue = MemoryTransferQueue()
     await queue.create_run(LIMITS, "config: 1")
     await queue.submit(tasks(8), cursor=at(8))
     finished = await finish_all(queue)
     await train(queue, 0)
-    with pytest.raises(QueueError, match="batch log"):
-        await queue.spill(0, finished)
+    assert await queue.spill(0, finished[:1]) == 1
+    with pytest.raises(QueueError, match=f"{finished[0]} was spilled to the run's archive"):
+        await queue.read(finished[:1])
 
 
 async def test_only_the_step_s_own_episodes_are_spilled(make_queue) -> None:
@@ -300,7 +288,7 @@ async def test_only_fixed_steps_lose_episodes(make_queue) -> None:
 async def test_a_spilled_payload_may_be_lost_too(make_queue) -> None:
     queue, batch, _ = await shipped(make_queue)
     await queue.publish_version(Announcement(1, {}))
-    await queue.spill(0, batch.groups[0])
+    await spill(queue, 0, batch.groups[0])
     assert await queue.drop_lost(0, batch.groups[0][:1]) == 1
     with pytest.raises(BadPayload, match=f"{batch.groups[0][0]}: no payload"):
         await queue.read(batch.groups[0][:1])

@@ -27,13 +27,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from queue_samples import INFRA, task, trajectory, turn
+from queue_samples import INFRA, spill, task, trajectory, turn
 
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     Announcement,
+    Archive,
     Batch,
-    BatchLog,
     DataCursor,
     Lease,
     Limits,
@@ -87,8 +87,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.now = 0.0
         self.folder = tempfile.TemporaryDirectory(prefix="penstock-machine-")
-        logs = [BatchLog(Path(self.folder.name) / name) for name in ("memory", "redis")]
-        self.memory = MemoryTransferQueue(clock=lambda: self.now, batch_log=logs[0])
+        logs = [Archive(Path(self.folder.name) / name) for name in ("memory", "redis")]
+        self.memory = MemoryTransferQueue(clock=lambda: self.now, archive=logs[0])
         self.queues: list[TransferQueue] = [self.memory]
         if self.server is not None:
             self.redis = self.loop.run_until_complete(self._connect(self.server, logs[1]))
@@ -102,9 +102,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.step_of: dict[str, int] = {}
 
     @staticmethod
-    async def _connect(server: RedisServer | RedisCluster, log: BatchLog) -> RedisTransferQueue:
+    async def _connect(server: RedisServer | RedisCluster, log: Archive) -> RedisTransferQueue:
         config, run = TransferQueueConfig(deadline_s=20.0), f"m-{secrets.token_hex(6)}"
-        return await RedisTransferQueue.connect(server.url, run, config, "a-test-password", batch_log=log)
+        return await RedisTransferQueue.connect(server.url, run, config, "a-test-password", archive=log)
 
     def teardown(self) -> None:
         for queue in self.queues:
@@ -319,7 +319,7 @@ class QueueMachine(RuleBasedStateMachine):
         step = data.draw(st.sampled_from(sorted(self.batches)))
         episodes = [name for group in self.batches[step].groups for name in group]
         share = data.draw(st.lists(st.sampled_from(episodes), unique=True, min_size=1)) if episodes else []
-        moved = self.ask(lambda queue: queue.spill(step, share))
+        moved = self.ask(lambda queue: spill(queue, step, share))
         event(f"spilled {moved}")
 
     @rule(steps=st.integers(1, 2))

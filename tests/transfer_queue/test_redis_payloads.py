@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from queue_samples import LIMITS, at, same, tasks, trajectory
+from queue_samples import LIMITS, at, same, spill, tasks, trajectory
 from redis_parts import CONFIG, PASSWORD
 
 from penstock.transfer_queue import (
@@ -46,7 +46,7 @@ async def spilled(queue: RedisTransferQueue) -> str:
     assert isinstance(batch, Batch)
     await queue.publish_version(Announcement(1, {}))
     (episode, *_), *_ = batch.groups
-    assert await queue.spill(0, [episode]) == 1
+    assert await spill(queue, 0, [episode]) == 1
     return episode
 
 
@@ -61,9 +61,9 @@ async def test_long_payloads_are_read_by_field_and_spilled(
     names = [lease.episode_id for lease in leases]
     assert isinstance(await trainer.lease_batch(0), Batch)
     await trainer.publish_version(Announcement(1, {}))
-    for spill in (False, True):
-        if spill:
-            assert await trainer.spill(0, names) == 4
+    for is_spilled in (False, True):
+        if is_spilled:
+            assert await spill(trainer, 0, names) == 4
         found = await trainer.read(names)
         assert all(same(one.segments, work.segments) for one, work in zip(found, sent, strict=True))
         assert not any(one.segments[0].response_ids.flags.writeable for one in found)
@@ -92,10 +92,10 @@ async def test_payloads_of_refused_episodes_are_deleted_beside_an_error_of_anoth
     assert [key async for keys in queue._connection.scan(f"*{leases[2].episode_id}@*") for key in keys]
 
 
-async def test_a_client_without_the_batch_log_says_so(queue: RedisTransferQueue, trainer: RedisTransferQueue) -> None:
+async def test_a_client_without_the_archive_says_so(queue: RedisTransferQueue, trainer: RedisTransferQueue) -> None:
     episode = await spilled(trainer)
-    for call in (queue.read([episode]), queue.get([episode], ["reward"]), queue.spill(0, [episode])):
-        with pytest.raises(QueueError, match="batch log"):
+    for call in (queue.read([episode]), queue.get([episode], ["reward"])):
+        with pytest.raises(QueueError, match=f"{episode} was spilled to the run's archive"):
             await call
     assert [found.episode_id for found in await trainer.read([episode])] == [episode]
 

@@ -10,8 +10,8 @@ from queue_samples import INFRA, LIMITS, at, tasks, trajectory, turn
 
 from penstock.transfer_queue import (
     Announcement,
+    Archive,
     Batch,
-    BatchLog,
     QueueError,
     RedisServer,
     RedisTransferQueue,
@@ -32,11 +32,11 @@ PASSWORDS = {role: f"{role}-password" for role in RIGHTS}
 @pytest.fixture
 async def queues(tmp_path: Path) -> AsyncIterator[dict[str, RedisTransferQueue]]:
     """Role → its queue of one run that its owner has created."""
-    log = BatchLog(tmp_path / "log")
+    log = Archive(tmp_path / "log")
     async with RedisServer(tmp_path / "redis", PASSWORD, users=role_users("mine", PASSWORDS)) as server:
         made = {
             role: await RedisTransferQueue.connect(
-                server.url, "mine", CONFIG, password, role, batch_log=log if role == "trainer" else None
+                server.url, "mine", CONFIG, password, role, archive=log if role == "trainer" else None
             )
             for role, password in PASSWORDS.items()
         }

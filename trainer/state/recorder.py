@@ -94,7 +94,7 @@ class Recorder(Records):
         super().__init__(run_dir, stopping, further)
         self._steps, self._images = run_dir / "steps.jsonl", run_dir / FOLDER
         self._save_trajectories = save_trajectories
-        self._tokenizer = _tokenizer(model)
+        self._tokenizer = load_tokenizer(model)
 
     def rewind(self, step: int, updates_lost: range = range(0)) -> None:
         """`updates_lost`: earlier steps whose update the weights lack; their lines say so from now on."""
@@ -133,7 +133,7 @@ def kept_of(rewards: Sequence[float | None], count: int) -> list[int]:
     return sorted({ranked[round(number * last / (count - 1))] for number in range(count)})
 
 
-def _tokenizer(model: str) -> Any:
+def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     try:

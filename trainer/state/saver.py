@@ -2,11 +2,13 @@
 
 save(step) ──► the save before is done? ──► copy (torch thread) ──► task: shards ─► seal ─► version is out? ─► commit
 
-Trained trajectories wait for their commit in the batch log on the trainer's disk, not in the store's memory:
+Trained trajectories wait for their commit in the archive on the trainer's disk, not in the store's memory:
 
-    begin(s) ──► the spill before is done? ──► task: version s + 1 is out? ─► queue.spill(s, this rank's share)
+    begin(s) ──► the spill before is done? ──► task: archive.append(s, this rank's share) ─► version s + 1 is out? ─►
+                 queue.spill(s, its episodes)
 
-So the store holds the payloads of a step or two, however far apart the checkpoints are.
+So the store holds the payloads of a step or two, however far apart the checkpoints are. After the commit the archive's
+index says which batches the weights of the checkpoint saw.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import CheckpointException
 
@@ -38,7 +40,10 @@ from penstock.trainer.state.checkpoint import (
 )
 from penstock.trainer.state.restore import newest_whole
 from penstock.trainer.timeline import Timeline, Track
-from penstock.transfer_queue import DataCursor, Status
+from penstock.transfer_queue import BadPayload, DataCursor, Status, Trajectory
+
+if TYPE_CHECKING:
+    from penstock.transfer_queue import Archive
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,7 @@ class Saver(BackgroundWork):
         self._ranks = ranks
         self._in_torch = in_torch
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.keep_checkpoints)
+        self._archive = job.archive
         self._recent = RecentBatches()
         self._publish_timeout_s = job.config.publish_timeout_s
         self._timeout_s = save_timeout_s(self._publish_timeout_s, engine.state_bytes)
@@ -94,12 +100,15 @@ class Saver(BackgroundWork):
                 await self._catch_up(checkpoint, status)
                 self._recent.update(checkpoint.batches)
         committed = await self._in_torch(self._ranks.from_rank0, committed)
+        step = max(checkpoint.step, committed) if checkpoint else 0
+        if self._ranks.is_rank0 and self._archive is not None:
+            await self._rewind(self._archive, step, checkpoint)
         if checkpoint is None:
             return 0
         await self._in_torch(self._engine.load, checkpoint.path, checkpoint.ranks)
         self._saved = checkpoint.step
         logger.info("restored %s: step %d", checkpoint.path, checkpoint.step)
-        return max(checkpoint.step, committed)
+        return step
 
     def remember(self, step: int, groups: Groups) -> None:
         """`step` is trained on these groups: the next checkpoints say so."""
@@ -147,6 +156,28 @@ class Saver(BackgroundWork):
         )
         await self._queue.commit(checkpoint.step, checkpoint.batches)
 
+    async def _rewind(self, archive: Archive, step: int, checkpoint: CheckpointInfo | None) -> None:
+        """The archive's index ends where training continues. Raises `NotResumable`."""
+        try:
+            if not step and len(await asyncio.to_thread(archive.index)):
+                raise NotResumable(
+                    f"{archive.folder} is the archive of another run: set another transfer_queue.archive"
+                )
+            await asyncio.to_thread(archive.rewind, step, self.updates_lost)
+        except BadPayload as error:
+            raise NotResumable(f"{archive.folder}: {error}. Move the archive away to go on without it") from error
+        if checkpoint is not None:  # an earlier life may have been killed between its commit and the archive's
+            await self._index(checkpoint)
+
+    async def _index(self, checkpoint: CheckpointInfo) -> None:
+        """The archive has the steps of the checkpoint from now on. A disk that refuses ends no run."""
+        if self._archive is None:
+            return
+        try:
+            await asyncio.to_thread(self._archive.commit, checkpoint.step, checkpoint.batches)
+        except (OSError, BadPayload) as error:
+            logger.error("%s: steps below %d are not in the archive: %s", self._archive.folder, checkpoint.step, error)
+
     def _lost_updates(self, checkpoint: CheckpointInfo | None, committed: int) -> range:
         """Return the steps whose updates are lost, and log them. Raises `NotResumable`."""
         if checkpoint is None:
@@ -181,6 +212,7 @@ class Saver(BackgroundWork):
                 # A step counts as trained when its version is out; the queue commits trained steps only.
                 await publisher.until_published(checkpoint.step)
                 await self._queue.commit(checkpoint.step, checkpoint.batches)
+                await self._index(checkpoint)
                 self._recent.committed(checkpoint.step)
 
     @asynccontextmanager
@@ -201,31 +233,41 @@ SPILL_TIMEOUT_S = 600.0
 
 
 class Spiller(BackgroundWork):
-    """Every rank has one and spills its own share. Without `TrainJob.spill` every method is a no-op.
+    """Every rank has one and spills its own share. Without `TrainJob.archive` every method is a no-op.
 
     `settle` comes before every checkpoint on every rank. A checkpoint is whole only when all ranks wrote their shards,
-    so no share can reach the log after the commit that drops the log's files.
+    so the archive has every share of a step before the commit that indexes it.
     """
 
     def __init__(self, job: TrainJob, publisher: Publisher, first: bool, *, is_replica_leader: bool = True) -> None:
         """`is_replica_leader`: of the ranks that hold the same rows, one spills them."""
         super().__init__(job.run.queue, "spill", is_counted=first)
-        self._enabled = job.spill and is_replica_leader
+        self._archive = job.archive if is_replica_leader else None
         self._publisher = publisher
 
-    async def begin(self, batch: StepBatch) -> None:
-        """Spill a trained step in the background; none whose checkpoint, and with it the commit, follows at once.
-
-        Raises what went wrong with the step before.
+    async def begin(self, batch: StepBatch, *, frees: bool = True) -> None:
+        """Archive a trained step in the background. `frees`: the queue frees it; not where a checkpoint, and with
+        it the commit, follows at once. Raises what went wrong with the step before.
         """
-        if not self._enabled:
-            return
         await self.settle()
-        episodes = [trajectory.episode_id for trajectory in batch.trajectories]
-        self._task = asyncio.create_task(self._spill(batch.step, episodes), name=f"spill step {batch.step}")
+        if self._archive is not None:
+            work = self._spill(self._archive, batch.step, batch.trajectories, frees)
+            self._task = asyncio.create_task(work, name=f"spill step {batch.step}")
 
-    async def _spill(self, step: int, episodes: list[str]) -> None:
+    async def _spill(self, archive: Archive, step: int, trajectories: Sequence[Trajectory], frees: bool) -> None:
         async with asyncio.timeout(SPILL_TIMEOUT_S):
-            await self._publisher.until_published(step + 1)
-            moved = await self._queue.spill(step, episodes)
-        logger.debug("step %d: %d of %d trajectories moved to the batch log", step, moved, len(episodes))
+            await self._queue.check_training()  # the archive may be another trainer's by now
+            try:
+                await asyncio.to_thread(archive.append, step, trajectories)
+            except OSError as error:
+                self._archive = None
+                logger.error(
+                    "step %d is not archived, nor is any later step of this trainer's life: %s. The run continues; "
+                    "trained trajectories wait for their commit in the queue",
+                    step,
+                    error,
+                )
+                return
+            if frees:
+                await self._publisher.until_published(step + 1)
+                await self._queue.spill(step, [trajectory.episode_id for trajectory in trajectories])

@@ -132,12 +132,15 @@ def values_of(head: PayloadHead, raws: Mapping[str, Any], fields: Sequence[str])
     return FieldValues(_plain_values(head, ["episode_id"])["episode_id"], plain, segments)
 
 
-def get_fields(blob: bytes, fields: Sequence[str]) -> FieldValues:
-    """`values_of` for a whole payload. Verifies the head and the requested fields only."""
-    head = whole_head(blob, KIND_TRAJECTORY)
-    view = memoryview(blob)
-    raws = {name: view[slice(*head.fields[name].byte_range)] for name in wanted_fields(head, fields)}
-    return values_of(head, raws, fields)
+def fields_of(trajectory: Trajectory, fields: Sequence[str]) -> FieldValues:
+    """Return `fields` of a whole trajectory. Raises `QueueError` for an unknown one."""
+    names = _segment_fields(fields)
+    segments = [
+        {name: value for name in names if (value := getattr(segment, name)) is not None}
+        for segment in trajectory.segments
+    ]
+    plain = {name: getattr(trajectory, name) for name in fields if name in PLAIN_FIELDS}
+    return FieldValues(trajectory.episode_id, plain, segments)
 
 
 def encode_journal(entry: JournalEntry) -> bytes:

@@ -116,15 +116,16 @@ return run.next_step - step
 -- script: locate
 -- needs: run, server, episode
 -- flags: no-writes
--- ARGV: episodes. Returns for each {name of its payload, bytes}; bytes −1: in the batch log; 0: nowhere.
+-- ARGV: episodes. Returns for each {name of its payload, bytes}; bytes −1: in the archive,
+-- under the step that is its name; 0: nowhere.
 local rows = {}
 for i, episode in ipairs(ARGV) do
   local task_id, m = split_episode(episode)
   rows[i] = {'', 0}
   if task_id then
-    local v = call('HMGET', group_key(task_id), 'f' .. m, 'b' .. m, 'p' .. m, 'y' .. m)
+    local v = call('HMGET', group_key(task_id), 'f' .. m, 'b' .. m, 'p' .. m, 'y' .. m, 'step')
     if v[2] then rows[i] = {payload_name(episode, v[1], v[4]), tonumber(v[2])} end
-    if v[3] then rows[i] = {episode, -1} end
+    if v[3] then rows[i] = {v[5], -1} end
   end
 end
 return rows

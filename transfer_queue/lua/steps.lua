@@ -215,7 +215,7 @@ return 1
 
 -- script: spill
 -- needs: run, trainer, fenced, server, episode, queue, group
--- ARGV: step, episodes of it that are durable in the batch log. Their payloads are named in `garbage`. Returns how many
+-- ARGV: step, episodes of it that are durable in the archive. Their payloads are named in `garbage`. Returns how many
 -- were still held here.
 local step, moved = tonumber(ARGV[1]), 0
 if step >= run.version then

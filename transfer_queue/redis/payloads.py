@@ -5,7 +5,7 @@
 
 Each chunk is its own key: chunks spread over a cluster and are freed one by one.
 
-`PayloadReader` reads trajectories, whole or by field, from Redis or, once spilled, from the batch log.
+`PayloadReader` reads trajectories, whole or by field, from Redis or, once spilled, from the archive.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.common import cancel_and_wait, huge_area
-from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.packing import (
     HEAD_GUESS,
     Packed,
@@ -29,7 +28,7 @@ from penstock.transfer_queue.codec.packing import (
 from penstock.transfer_queue.codec.trajectories import (
     KIND_TRAJECTORY,
     decode_trajectory,
-    get_fields,
+    fields_of,
     values_of,
     wanted_fields,
 )
@@ -38,6 +37,9 @@ from penstock.transfer_queue.metrics import CHUNK_BYTES
 from penstock.transfer_queue.redis.client import Connection
 from penstock.transfer_queue.redis.keys import Keys
 from penstock.transfer_queue.types import FieldValues, Trajectory
+
+if TYPE_CHECKING:
+    from penstock.transfer_queue.archive.archive import Archive
 
 PIPELINE_BYTES = 512 << 10
 """Replies of one round trip: little enough for Redis's caches, and for the caller to start unpacking early."""
@@ -190,12 +192,12 @@ Locate = Callable[[Sequence[str]], Awaitable[list[StoredPayload]]]
 
 
 class PayloadReader:
-    """`TransferQueue.read`, `get` and the copy that `spill` makes."""
+    """`TransferQueue.read` and `get`."""
 
-    def __init__(self, payloads: Payloads, locate: Locate, batch_log: BatchLog | None) -> None:
+    def __init__(self, payloads: Payloads, locate: Locate, archive: Archive | None) -> None:
         self._payloads = payloads
         self._locate = locate
-        self._batch_log = batch_log
+        self._archive = archive
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
         """Raises `BadPayload` if one is missing."""
@@ -204,14 +206,12 @@ class PayloadReader:
         async with aclosing(self._payloads.fetch(stored)) as blobs:
             async for name, blob in blobs:
                 read[name] = _in_payload(name, decode_trajectory, blob)
-        for name, blob in (await self._from_log(spilled)).items():
-            read[name] = _in_payload(name, decode_trajectory, blob)
+        read |= await self._from_archive(spilled)
         return [read[episode_id] for episode_id in episode_ids]
 
     async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
         stored, spilled = await self._split(episode_ids)
-        logged = await self._from_log(spilled)
-        values = {name: _in_payload(name, get_fields, blob, fields) for name, blob in logged.items()}
+        values = {name: fields_of(one, fields) for name, one in (await self._from_archive(spilled)).items()}
         heads = await self._heads(stored)
         tables = {name: _in_payload(name, wanted_fields, head, fields) for name, head in heads.items()}
         pairs = [(name, field) for name, table in tables.items() for field in table]
@@ -223,33 +223,26 @@ class PayloadReader:
             values[name] = _in_payload(name, values_of, head, arrays[name], fields)
         return [values[episode_id] for episode_id in episode_ids]
 
-    async def held(self, episode_ids: Sequence[str]) -> dict[str, bytes]:
-        """Packed trajectories of the episodes that are not spilled yet; others are skipped."""
-        rows = zip(episode_ids, await self._locate(episode_ids), strict=True)
-        here = {name: stored for name, stored in rows if stored.size > 0}
-        async with aclosing(self._payloads.fetch(here)) as blobs:
-            return {name: blob async for name, blob in blobs}
-
-    async def _split(self, episode_ids: Sequence[str]) -> tuple[dict[str, StoredPayload], list[str]]:
+    async def _split(self, episode_ids: Sequence[str]) -> tuple[dict[str, StoredPayload], dict[int, list[str]]]:
+        """(payloads in Redis, episodes in the archive by step)"""
         stored: dict[str, StoredPayload] = {}
-        spilled: list[str] = []
+        spilled: dict[int, list[str]] = {}
         for episode_id, location in zip(episode_ids, await self._locate(episode_ids), strict=True):
             if not location.name:
                 raise BadPayload(f"{episode_id}: no payload; not completed, or its step is committed")
-            if location.size == -1:  # by script ``locate``: a payload in the batch log
-                spilled.append(episode_id)
+            if location.size == -1:  # by script ``locate``: a payload in the archive, and its step
+                spilled.setdefault(int(location.name), []).append(episode_id)
             else:
                 stored[episode_id] = location
         return stored, spilled
 
-    async def _from_log(self, episode_ids: Sequence[str]) -> Mapping[str, bytes]:
-        if not episode_ids:
-            return {}
-        if self._batch_log is None:
-            raise QueueError(
-                f"{episode_ids[0]} was spilled to the trainer's batch log; connect with its folder to read it"
-            )
-        return await asyncio.to_thread(self._batch_log.read, None, episode_ids)
+    async def _from_archive(self, spilled: Mapping[int, Sequence[str]]) -> dict[str, Trajectory]:
+        read: dict[str, Trajectory] = {}
+        for step, episode_ids in spilled.items():
+            if self._archive is None:
+                raise QueueError(f"{episode_ids[0]} was spilled to the run's archive; connect with it to read it")
+            read |= await asyncio.to_thread(self._archive.read, step, episode_ids)
+        return read
 
     async def _heads(self, stored: Mapping[str, StoredPayload]) -> dict[str, PayloadHead]:
         first = await self._payloads.cut([ByteRange(one, 0, min(HEAD_GUESS, one.size)) for one in stored.values()])

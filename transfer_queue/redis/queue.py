@@ -7,12 +7,10 @@ without a payload.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.transfer_queue.batch_log import BatchLog
 from penstock.transfer_queue.codec.packing import check_compression, pack_plain, unpack_plain
 from penstock.transfer_queue.codec.trajectories import (
     encode_journal,
@@ -31,7 +29,6 @@ from penstock.transfer_queue.errors import (
     QueueError,
     Refusal,
     RunTaken,
-    StepError,
 )
 from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, task_cost
 from penstock.transfer_queue.redis.client import Connection
@@ -76,6 +73,9 @@ from penstock.transfer_queue.types import (
 )
 from penstock.transfer_queue.validation import check_tasks
 
+if TYPE_CHECKING:
+    from penstock.transfer_queue.archive.archive import Archive
+
 FORGET_CHUNK = 500
 """Episodes that one script of a commit forgets, some milliseconds."""
 SUBMIT_CHUNK = 1000
@@ -85,9 +85,7 @@ SUBMIT_CHUNK = 1000
 class RedisTransferQueue:
     """`TransferQueue` in Redis 6.2 or newer. Safe for concurrent tasks of one event loop; see `connect`."""
 
-    def __init__(
-        self, connection: Connection, run: str, config: TransferQueueConfig, batch_log: BatchLog | None
-    ) -> None:
+    def __init__(self, connection: Connection, run: str, config: TransferQueueConfig, archive: Archive | None) -> None:
         self._connection = connection
         self._keys = Keys(run)
         self._run = run
@@ -96,10 +94,9 @@ class RedisTransferQueue:
         """For how long the answer to a call is kept: longer than it is repeated."""
         self._payloads = Payloads(connection, self._keys)
         self._completions = Completions(connection, self._keys, self._payloads, config.compression)
-        self._batch_log = batch_log
         self._epoch = 0
         """The trainer's, which every script that needs ``fenced`` takes as its last argument."""
-        self._reader = PayloadReader(self._payloads, self._locate, batch_log)
+        self._reader = PayloadReader(self._payloads, self._locate, archive)
 
     @classmethod
     async def connect(
@@ -110,11 +107,11 @@ class RedisTransferQueue:
         password: str | None = None,
         username: str | None = None,
         *,
-        batch_log: BatchLog | None = None,
+        archive: Archive | None = None,
     ) -> RedisTransferQueue:
         """Connect to ``redis://``, ``rediss://`` or ``unix://``, one server or a cluster.
 
-        `batch_log` stores trained trajectories until their commit; only a trainer needs it. Raises
+        `archive` has trained trajectories until their commit; only a trainer needs it. Raises
         `QueueUnavailable` after `config.deadline_s`, `QueueError` for a wrong login, a Redis older than 6.2 or one
         that evicts keys when full, or a compression that is not installed.
         """
@@ -127,7 +124,7 @@ class RedisTransferQueue:
             username=username,
             loading_timeout_s=config.start_timeout_s,
         )
-        return cls(connection, run, config, batch_log)
+        return cls(connection, run, config, archive)
 
     @property
     def requests(self) -> RequestLog:
@@ -255,16 +252,7 @@ class RedisTransferQueue:
         return [StoredPayload(name.decode(), size) for name, size in rows]
 
     async def spill(self, step: int, episode_ids: Sequence[str]) -> int:
-        if self._batch_log is None:
-            raise QueueError("spill: this queue was connected without a batch log")
-        await self.check_training()  # before it writes to the log, which another trainer may own
-        if (version := (await self.status()).version) <= step:
-            raise StepError(f"spill of step {step}: version {step + 1} is not published, {version} is")
-        blobs = await self._reader.held(episode_ids)
-        if not blobs:
-            return 0
-        await asyncio.to_thread(self._batch_log.append, step, blobs, _nonce())
-        moved = int(await self._fenced("spill", step, *blobs))
+        moved = int(await self._fenced("spill", step, *episode_ids))
         await self._sweep()
         return moved
 
@@ -296,8 +284,6 @@ class RedisTransferQueue:
         while await self._fenced("forget_committed", FORGET_CHUNK):
             await self._sweep()
         await self._sweep()
-        if self._batch_log is not None:
-            await asyncio.to_thread(self._batch_log.drop_below, step)
 
     async def _sweep(self) -> None:
         """Delete payloads that no group references. Their names are never reused, so a repeat is harmless."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.deploy.conftest import SMALL, assert_accounts_balance, assert_nothing_left, held_by
 
-from penstock.transfer_queue import BatchLog
+from penstock.transfer_queue import Archive
 
 pytestmark = [
     *(pytest.mark.crash, pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch),
@@ -45,19 +45,20 @@ def test_kill_each_role_once(start_run, steps: int, every: int, settings: tuple[
 
 
 @pytest.mark.deep
-def test_kill_two_ranks_replay_from_the_batch_log(start_run, tmp_path: Path) -> None:
+def test_kill_two_ranks_replay_from_the_archive(start_run, tmp_path: Path) -> None:
     """No checkpoint is there yet: every step so far is read again, from the log that both ranks wrote."""
     settings = ("trainer.steps=8", "trainer.checkpoint_every=100", "trainer.ranks=2", "data.eval_limit=16")
     hold = tmp_path / "hold"
     run = start_run("spilled", *settings, "groups_per_step=4", "group_size=4", *held_by(hold))
-    log = BatchLog(run.root / "batches")
+    log = Archive(run.root / "archive")
     run.wait_for(lambda: len(log.steps()) >= 4)
     hold.touch()
     # No rank is more than a step ahead of the other.
-    assert [len(list(log.folder.glob(f"{step:08d}-*.batch"))) for step in (0, 1)] == [2, 2]
+    assert [sum(file.step == step for file in log.files()) for step in (0, 1)] == [2, 2]
     run.kill_one("train-rank")
     hold.unlink()
     summary = run.finish()
     assert (summary["steps"], summary["restarts"]["trainer"]) == (8, 1)
     assert_accounts_balance(summary)
-    assert log.steps() == []
+    assert log.verify() == []
+    assert sorted(set(log.index()["step"].to_pylist())) == list(range(8))

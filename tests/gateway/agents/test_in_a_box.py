@@ -27,7 +27,7 @@ from penstock.testing import FakeClient, MemoryTransferQueue
 from penstock.tools import ToolConfig
 from penstock.trainer import load_rows
 from penstock.transfer_queue import (
-    BatchLog,
+    Archive,
     JournalKind,
     Limits,
     RedisServer,
@@ -178,7 +178,7 @@ def config_of(agent: Agent, more: tuple[str, ...] = ()) -> tuple[AgentConfig, Sa
 
 def world_of(agent: Agent, data: Data, tasks: list[Task], limits: Limits, folder: Path, **script: Any) -> World:
     config, boxes = config_of(agent, script.pop("more", ()))
-    queue = MemoryTransferQueue(batch_log=BatchLog(folder / "batches"))
+    queue = MemoryTransferQueue(archive=Archive(folder / "batches"))
     client = Script(agent, {task.task_id: task for task in tasks}, **script)
     tools = [ToolConfig(name="swe", timeout_s=60, settings={"repositories": str(data.folder / "data/swe")})]
     run = RunContext(queue, MODEL, lease_ttl_s=limits.lease_ttl_s)

@@ -21,7 +21,7 @@ from penstock.rollout_server import GenerateRequest, Generation
 from penstock.sandbox.harbor import tasks_of
 from penstock.testing import FakeClient, MemoryTransferQueue
 from penstock.trainer import load_rows
-from penstock.transfer_queue import BatchLog, Limits, RunContext, Task
+from penstock.transfer_queue import Archive, Limits, RunContext, Task
 
 pytestmark = [pytest.mark.harbor, pytest.mark.docker, pytest.mark.deep, pytest.mark.recipes, pytest.mark.torch]
 ROOT = Path(__file__).parents[3]
@@ -141,7 +141,7 @@ async def test_an_agent_is_trained_for_two_steps(agent: str, folder: Path, tmp_p
         task.task_id: (Path(str(task.extra_info["harbor_task"])) / "solution/solve.sh").read_text() for task in tasks
     }
     limits = Limits(group_size=2, groups_per_step=1, max_staleness=4, lease_ttl_s=60.0)
-    queue = MemoryTransferQueue(batch_log=BatchLog(tmp_path / "batches"))
+    queue = MemoryTransferQueue(archive=Archive(tmp_path / "batches"))
     await queue.create_run(limits, "")
     run = RunContext(queue, MODEL, lease_ttl_s=limits.lease_ttl_s)
     worker_job = WorkerJob("harbor", run, config, Script(says, solutions, mark), recipe.tools, sandbox)

@@ -25,7 +25,7 @@ from trainer_support import assert_books_balance, make_job, make_trajectory
 
 import penstock
 from penstock.trainer.state.checkpoint import CheckpointStore
-from penstock.transfer_queue import BatchLog, RedisServer, RedisTransferQueue, TransferQueueConfig
+from penstock.transfer_queue import Archive, RedisServer, RedisTransferQueue, TransferQueueConfig
 from penstock.weight_sync import Manifest, read_verified
 
 HERE = Path(__file__).resolve().parent
@@ -124,13 +124,23 @@ class KilledRun:
         assert newest is not None
         assert_same(read_verified(Manifest.parse(newest.manifest)), weights, "published")
         assert_same(weights, reference or weights, "the uninterrupted run's", atol)
-        assert BatchLog(self.root / "batches").steps() == []
+        self.check_archive()
         checkpoints = CheckpointStore(self.root / "checkpoints", keep=2)
         found = checkpoints.newest()
         assert found is not None
         assert found.step == STEPS
         assert not list(checkpoints.folder.glob("*.damaged"))
         return weights
+
+    def check_archive(self) -> None:
+        """The index has the episodes of every step that trained on them, once, as they were completed."""
+        archive = Archive(self.root / "archive")
+        assert [fault for fault in archive.verify() if "never finished" not in fault] == []
+        steps = [json.loads(line) for line in (self.root / "steps.jsonl").read_text().splitlines()]
+        found = archive.index().select(["step", "episode"]).to_pylist()
+        assert [(row["step"], row["episode"]) for row in found] == [
+            (line["step"], episode) for line in steps for episode in line["episodes"]
+        ]
 
     async def live(self, nursery: Nursery, gap: str = "", passes: int = 1, seed: int = 0) -> int:
         """One trainer, to its gap or to the end: `KILLED` or 0. A worker must be there."""

@@ -24,7 +24,7 @@ from trainer_support import make_job
 
 from penstock.common import die_with_parent
 from penstock.trainer import train
-from penstock.transfer_queue import BatchLog, RedisTransferQueue, TransferQueueConfig
+from penstock.transfer_queue import Archive, RedisTransferQueue, TransferQueueConfig
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ async def live(life: Life) -> None:
     plant(Gaps(life.gap, life.passes, chance))
     if life.gap == ANYWHERE:
         die_anywhere(chance)
-    log = BatchLog(folder / "run" / "batches")
+    archive = Archive(folder / "run" / "archive", life.run, 1 << 30)
     config = TransferQueueConfig(deadline_s=30.0)
-    queue = await RedisTransferQueue.connect(life.url, life.run, config, life.password, batch_log=log)
-    job = make_job(folder, life.model, life.settings, queue=queue, spill=True)
+    queue = await RedisTransferQueue.connect(life.url, life.run, config, life.password, archive=archive)
+    job = make_job(folder, life.model, life.settings, queue=queue, archive=archive)
     try:
         await queue.create_run(job.limits, "kills: 1")
         await train(job)

@@ -1,4 +1,4 @@
-"""Gaps in a real trainer: between a step, its records, its spill, its checkpoint and its commit.
+"""Gaps in a real trainer: between a step, its records, its spill, its checkpoint, its commit and the archive's index.
 
 `plant` wraps the product's own methods in this process; nothing in the product knows of it.
 """
@@ -22,7 +22,7 @@ from penstock.common import append_jsonl
 from penstock.trainer import Learner, Recorder
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.state.checkpoint import CheckpointStore
-from penstock.transfer_queue import Announcement, Batch, BatchLog, RedisTransferQueue
+from penstock.transfer_queue import Announcement, Archive, Batch, RedisTransferQueue
 from penstock.weight_sync import Manifest, WeightPublisher
 
 STEP = ("before_lease", "after_lease", "before_update", "after_update")
@@ -30,7 +30,7 @@ PUBLISH = ("before_weights", "after_weights", "before_publish", "in_publish", "a
 RECORD = ("before_record", "in_record", "after_record")
 SPILL = ("before_spill", "in_spill", "after_log", "after_spill")
 CHECKPOINT = ("before_save", "before_shards", "before_metadata", "before_seal", "in_seal", "after_seal")
-COMMIT = ("before_commit", "in_commit", "after_commit")
+COMMIT = ("before_commit", "in_commit", "after_commit", "in_index", "after_index")
 RESUME = ("after_load", "after_rewind")
 END = ("before_final_model", "after_final_model")
 GAPS = (*STEP, *PUBLISH, *RECORD, *SPILL, *CHECKPOINT, *COMMIT, *RESUME, *END)
@@ -47,7 +47,9 @@ def plant(gaps: Gaps) -> None:
     _around_blocking(Learner, "update", "update", gaps)
     _around_blocking(WeightPublisher, "write", "weights", gaps)
     _around_blocking(Recorder, "step", "record", gaps)
-    _around_blocking(BatchLog, "append", "log", gaps)
+    _around_blocking(Archive, "append", "log", gaps)
+    _around_blocking(Archive, "commit", "index", gaps)
+    _before("penstock.transfer_queue.archive.archive", "write_atomically", "in_index", gaps)
     _around_blocking(FSDPEngine, "begin_save", "save", gaps)
     _around_blocking(FSDPEngine, "load", "load", gaps)
     _around_blocking(FileSystemWriter, "write_data", "shards", gaps)

@@ -33,9 +33,9 @@ def damage_newest_checkpoint(run: KilledRun) -> None:
     largest.write_bytes(largest.read_bytes()[:-1])
 
 
-def cut_batch_log(run: KilledRun) -> None:
+def cut_archive(run: KilledRun) -> None:
     """Of two steps that Redis holds no more, one has lost its file and the other the end of it."""
-    first, second = (next((run.root / "batches").glob(f"{step:08d}-*.batch")) for step in (3, 4))
+    first, second = (next((run.root / "archive" / "batches").glob(f"{step:08d}-*")) for step in (3, 4))
     first.unlink()
     second.write_bytes(second.read_bytes()[:-1])
 
@@ -44,7 +44,7 @@ LIVES: dict[str, tuple[tuple[str, int], int, Callable[[KilledRun], None], int]] 
     "other settings, the next step is not sampled": (("after_publish", 5), 5, learn_faster, 0),
     "other settings, the next step is fixed": (("after_publish", 5), 7, learn_faster, 0),
     "a damaged checkpoint": (("after_commit", 3), STEPS, damage_newest_checkpoint, 0),
-    "a cut batch log": (("after_spill", 4), STEPS, cut_batch_log, 2 * EPISODES_A_STEP),
+    "a cut archive": (("after_spill", 4), STEPS, cut_archive, 2 * EPISODES_A_STEP),
 }
 """The gap in which the first life dies, steps that are sampled until then, what is done before the second, and how many
 episodes it costs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from two_ranks import OTHER, job_of
 from penstock.trainer import Ranks, TrainerConfig, train
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.state.checkpoint import CheckpointStore
+from penstock.transfer_queue import Archive
 from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
@@ -132,14 +134,14 @@ def endings(folder: Path) -> list[str]:
     return [(folder / f"ended_{rank}").read_text() for rank in range(2)]
 
 
-def test_a_nan_on_one_rank_is_skipped_on_both_kept_and_stops_both(runs: Path) -> None:
-    """Only rank 1 has the token whose embedding is NaN. No rank waits for the other; both keep their rows."""
+def test_a_nan_on_one_rank_is_skipped_on_both_archived_and_stops_both(runs: Path) -> None:
+    """Only rank 1 has the token whose embedding is NaN. No rank waits for the other; both archive their shares."""
     folder = runs / "nan"
     first, second = endings(folder)
     assert first == second
     assert first.startswith("TrainingDiverged: step 1: loss nan, gradient norm nan; 2 steps in a row")
-    kept = {path.name for path in (folder / "run" / "bad_batches").iterdir()}
-    assert kept == {f"step_{step:06d}_0_rank_{rank:02d}.safetensors" for step in (0, 1) for rank in (0, 1)}
+    files = Counter(file.step for file in Archive(folder / "archive").files())
+    assert files == {0: 2}
     assert [line["updates_skipped"] for line in metrics(folder)] == [1]
 
 

@@ -17,6 +17,7 @@ from trainer_support import make_job, make_trajectory
 
 from penstock.trainer import StepBatch
 from penstock.trainer.state.saver import Spiller
+from penstock.transfer_queue import Archive, QueueError
 
 
 def share(step: int) -> StepBatch:
@@ -40,7 +41,7 @@ def make(tmp_path: Path) -> Callable[..., Made]:
             await out[version].wait()
 
         publisher.until_published = until_published
-        job = make_job(tmp_path, "none", queue=queue, **{"spill": True, **changes})
+        job = make_job(tmp_path, "none", queue=queue, **{"archives": True, **changes})
         return Spiller(job, publisher, first), queue, lambda newest: [one.set() for one in out[: newest + 1]]
 
     return made
@@ -70,14 +71,49 @@ async def test_a_share_is_spilled_once_its_version_is_out_and_steps_keep_their_o
 async def test_a_failure_is_raised_at_the_next_call_and_not_again(make: Callable[..., Made], call: str) -> None:
     spiller, queue, publish = make()
     publish(9)
-    queue.spill.side_effect = OSError(28, "No space left on device")
+    queue.spill.side_effect = QueueError("not allowed")
     await spiller.begin(share(0))
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(QueueError, match="not allowed"):
         await (spiller.begin(share(1)) if call == "begin" else spiller.settle())
     queue.spill.side_effect = None
     await spiller.begin(share(2))
     await spiller.settle()
     assert steps(queue) == [0, 2]
+
+
+async def test_a_full_disk_ends_the_archive_and_not_the_run(
+    make: Callable[..., Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is not archived is not freed in the queue either."""
+    spiller, queue, publish = make()
+    publish(9)
+    await spiller.begin(share(0))
+    await spiller.settle()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Archive, "append", full)
+    await spiller.begin(share(1))
+    await spiller.settle()
+    monkeypatch.undo()
+    await spiller.begin(share(2))
+    await spiller.settle()
+    assert steps(queue) == [0]
+    assert Archive(tmp_path / "archive").steps() == [0]
+    assert "step 1 is not archived" in caplog.text
+    assert "No space left" in caplog.text
+
+
+async def test_a_step_before_its_checkpoint_is_archived_and_not_freed(
+    make: Callable[..., Made], tmp_path: Path
+) -> None:
+    """Its commit follows, and waits for the version."""
+    spiller, queue, _ = make()
+    await spiller.begin(share(0), frees=False)
+    await asyncio.wait_for(spiller.settle(), 60)
+    assert steps(queue) == []
+    assert Archive(tmp_path / "archive").steps() == [0]
 
 
 async def test_a_version_that_never_comes_out_is_an_error(
@@ -100,7 +136,7 @@ async def test_close_ends_what_is_under_way(make: Callable[..., Made]) -> None:
     assert steps(queue) == []
 
 
-@pytest.mark.parametrize(("settings", "spilled"), [({"spill": False}, []), ({"first": False}, [0])])
+@pytest.mark.parametrize(("settings", "spilled"), [({"archives": False}, []), ({"first": False}, [0])])
 async def test_only_the_first_rank_counts_the_wait_and_without_the_setting_nothing_is_spilled(
     make: Callable[..., Made], settings: dict[str, Any], spilled: list[int]
 ) -> None:

@@ -28,7 +28,7 @@ from penstock.transfer_queue import (
     RunIdentity,
     RunTaken,
 )
-from penstock.transfer_queue.batch_log import read_table
+from penstock.transfer_queue.archive.archive import read_batches
 from penstock.transfer_queue.redis.server_config import newest_append_only_file
 
 HEAD, HEAD_TTL_S, HEAD_RENEW_S = "the head", 60.0, 2.0
@@ -152,13 +152,13 @@ class Intruders:
         ]
 
     async def cut_log(self) -> None:
-        """One file of the batch log is gone or ends early: a trainer that replays its step finds no episode of it."""
+        """One file of the archive is gone or ends early: a trainer that replays its step finds no episode of it."""
         for _ in range(LOOKS):
-            for path in sorted((self._plan.folder / "batches").glob("*.batch"), reverse=True):
+            for path in sorted((self._plan.folder / "archive" / "batches").glob("*.parquet"), reverse=True):
                 with contextlib.suppress(FileNotFoundError, BadPayload):  # committed meanwhile; cut before
-                    episodes = read_table(path, int(path.name.partition("-")[0]))
+                    episodes = read_batches(path, ["episode"])["episode"].to_pylist()
                     path.unlink() if self._chance.random() < 0.5 else os.truncate(path, path.stat().st_size - 1)
-                    self.deleted |= episodes.keys()
+                    self.deleted |= set(episodes)
                     self.counts["logs_cut"] += 1
                     return
             await asyncio.sleep(0.1)

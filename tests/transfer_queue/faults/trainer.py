@@ -23,9 +23,9 @@ from faults.plan import FaultPlan, Gaps, check_parent, load_plan
 from faults.redis_clock import movable_redis_clock
 from penstock.transfer_queue import (
     Announcement,
+    Archive,
     BadPayload,
     Batch,
-    BatchLog,
     DataCursor,
     Limits,
     RedisTransferQueue,
@@ -46,10 +46,11 @@ POLL_S = 0.01
 class Trainer:
     """One life, from the newest checkpoint to the end or to a gap."""
 
-    def __init__(self, plan: FaultPlan, life: str, queue: RedisTransferQueue, gaps: Gaps) -> None:
+    def __init__(self, plan: FaultPlan, life: str, queue: RedisTransferQueue, archive: Archive, gaps: Gaps) -> None:
         self._plan = plan
         self._life = life
         self._queue = queue
+        self._archive = archive
         self._gaps = gaps
         self._feeder = Feeder(queue, plan.limits)
         self._checkpoints = Checkpoints(plan.folder / "checkpoints")
@@ -159,6 +160,7 @@ class Trainer:
 
     async def _spill(self, batch: Batch) -> None:
         self._gaps.during("in_spill")
+        await asyncio.to_thread(self._archive.append, batch.step, await self._queue.read(_episodes(batch)))
         await self._queue.spill(batch.step, _episodes(batch))
 
     async def _save(self, step: int) -> None:
@@ -175,6 +177,7 @@ class Trainer:
         self._gaps.at("after_checkpoint")
         self._gaps.during("in_commit")
         await self._queue.commit(checkpoint.step, groups_by_step(checkpoint.trained))
+        await asyncio.to_thread(self._archive.commit, checkpoint.step, {})
         self._gaps.at("after_commit")
 
     async def _settle(self) -> None:
@@ -205,11 +208,11 @@ async def main() -> None:
 
 
 async def _play(plan: FaultPlan, life: str, gaps: Gaps, url: str) -> None:
-    log = BatchLog(plan.folder / "batches")
-    queue = await RedisTransferQueue.connect(url, plan.run, plan.config, plan.password, batch_log=log)
+    archive = Archive(plan.folder / "archive")
+    queue = await RedisTransferQueue.connect(url, plan.run, plan.config, plan.password, archive=archive)
     try:
         await queue.create_run(plan.limits, "faults: 1")
-        await Trainer(plan, life, queue, gaps).run()
+        await Trainer(plan, life, queue, archive, gaps).run()
     except TrainerFenced as error:
         print(error, file=sys.stderr)
         sys.exit(FENCED)

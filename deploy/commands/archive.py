@@ -1,0 +1,204 @@
+"""`penstock archive`: what a run trained on, batch by batch."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.deploy.commands.shared import AsJson, RunName, RunsDir, folder_of_run, user_errors
+from penstock.deploy.config import RUN_FILE, ConfigError, load_config
+from penstock.transfer_queue import BadPayload
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from penstock.transfer_queue import Archive, Trajectory
+
+app = typer.Typer(
+    help="What a run trained on, batch by batch: list, read, export, verify, prune.", no_args_is_help=True
+)
+Where = Annotated[
+    list[str] | None,
+    typer.Option("--where", help="COLUMN=VALUE, or <, <=, >, >= in place of =; several must all hold."),
+]
+RUNS = Path("runs")
+COMPARISONS = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+SUMS = (("reward", "mean"), ("reward", "min"), ("reward", "max"), ("tokens", "sum"), ("oldest_version", "min"))
+
+
+@app.command("ls")
+def list_batches(
+    run: RunName,
+    where: Where = None,
+    by: Annotated[
+        str, typer.Option(help="A column of the index: step, task, episode, data_source, outcome …")
+    ] = "step",
+    runs_dir: RunsDir = RUNS,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """One line per step, or per value of another column: episodes, rewards, sampled tokens, oldest version.
+
+    Examples: penstock archive ls calculator
+    penstock archive ls calculator --by episode --where step=12 --where "reward<0.5"
+    """
+    with user_errors(BadPayload):
+        rows = chosen(opened(run, runs_dir).index(), where or [])
+        if by not in rows.column_names:
+            raise ConfigError(f"--by {by}: no column of the index; one of {', '.join(rows.column_names)}")
+    table = rows.group_by([by]).aggregate([("row", "count"), *(one for one in SUMS if one[0] != by)])
+    lines = [{name.replace("row_count", "episodes"): value for name, value in row.items()} for row in table.to_pylist()]
+    if as_json:
+        print(json.dumps(lines))
+        return
+    print("  ".join(lines[0]) if lines else "no committed batch")
+    for line in lines:
+        print("  ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in line.values()))
+
+
+@app.command()
+def show(
+    run: RunName,
+    episode: Annotated[str, typer.Argument(help="As `penstock archive ls --by episode` lists it.")],
+    runs_dir: RunsDir = RUNS,
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Read one episode as the trainer saw it: prompt, sampled runs with their versions, what tools answered."""
+    with user_errors(BadPayload):
+        record = next(iter(records(run, runs_dir, [f"episode={episode}"])), None)
+        if record is None:
+            raise ConfigError(
+                f"{episode}: not in the archive of {run}; `penstock archive ls {run} --by episode` lists it"
+            )
+    if as_json:
+        print(json.dumps(record))
+        return
+    outcome = " ".join(filter(None, record["outcome"].values()))
+    print(f"{episode}  step {record['step']}  reward {record['reward']}  {outcome}")
+    for segment in record["segments"]:
+        print(f"── prompt, {segment['prompt_tokens']} tokens\n{segment['prompt']}")
+        for part in segment["runs"]:
+            versions = ", ".join(str(version) for version, _ in part.get("versions", []))
+            source = f"sampled by version {versions}" if part["mask"] else "fed"
+            print(f"── {source}, {part['tokens']} tokens\n{part['text']}")
+
+
+@app.command()
+def export(
+    run: RunName,
+    out: Annotated[Path, typer.Argument(help="A folder, which gets trajectories/ as a run has.")],
+    where: Where = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Write episodes as recorded trajectories, with ids and texts: readable, and data for `penstock sft`.
+
+    Example: penstock archive export calculator best --where "reward>=1" && penstock sft RECIPE sft.runs=best
+    """
+    with user_errors(BadPayload):
+        episodes = records(run, runs_dir, where or [])
+    folder = out / "trajectories"
+    folder.mkdir(parents=True, exist_ok=True)
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for record in episodes:
+        by_step.setdefault(record["step"], []).append(record)
+    for step, lines in by_step.items():
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"step_{step:06d}.jsonl").write_text(text, encoding="utf-8")
+    print(f"{len(episodes)} episodes of {len(by_step)} steps are in {folder}")
+
+
+@app.command()
+def verify(run: RunName, runs_dir: RunsDir = RUNS) -> None:
+    """Read every file and compare it with its digest and the index; status 1 where something is wrong."""
+    with user_errors():
+        archive = opened(run, runs_dir)
+    faults = archive.verify()
+    for fault in faults:
+        print(fault)
+    print(f"{archive.folder}: {len(faults)} faults in {len(archive.steps())} steps")
+    raise typer.Exit(1 if faults else 0)
+
+
+@app.command()
+def prune(
+    run: RunName,
+    max_bytes: Annotated[int, typer.Option(min=0, help="The oldest steps go until the archive has at most so much.")],
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Delete the oldest steps of a run that is not training. This cannot be undone."""
+    from penstock.common import FileLock
+
+    with user_errors(BadPayload):
+        archive = opened(run, runs_dir)
+        lock = FileLock(folder_of_run(run, runs_dir) / "trainer.lock", "its trainer is running", error=ConfigError)
+        if not lock.try_acquire():
+            raise ConfigError(f"{run}: its trainer is running, and prunes by transfer_queue.archive_bytes")
+        try:
+            gone = archive.prune(max_bytes)
+        finally:
+            lock.release()
+    print(f"{len(gone)} steps deleted, {len(archive.steps())} left")
+
+
+def opened(run: str, runs_dir: Path) -> Archive:
+    """Return the archive of a run. Raises `ConfigError`."""
+    from penstock.deploy.run.connection import archive_of
+
+    return archive_of(load_config(folder_of_run(run, runs_dir) / RUN_FILE, with_tasks=False))
+
+
+def chosen(index: pa.Table, where: Sequence[str]) -> pa.Table:
+    """Return the rows for which every condition of `where` holds. Raises `ConfigError`."""
+    for condition in where:
+        match = re.fullmatch(r"(\w+)\s*(<=|>=|=|<|>)\s*(.*)", condition)
+        if match is None or match[1] not in index.column_names:
+            raise ConfigError(
+                f"--where {condition!r}: write COLUMN=VALUE (or <, <=, >, >=); columns: {', '.join(index.column_names)}"
+            )
+        index = index.filter(_condition(index, *match.groups()))
+    return index
+
+
+def _condition(index: pa.Table, column: str, comparison: str, value: str) -> Any:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kind = index.schema.field(column).type
+    try:
+        typed = value if pa.types.is_string(kind) else float(value)
+    except ValueError as error:
+        raise ConfigError(f"--where {column}{comparison}{value}: {column} is a number") from error
+    return COMPARISONS[comparison](pc.field(column), pc.scalar(typed))
+
+
+def records(run: str, runs_dir: Path, where: Sequence[str]) -> list[dict[str, Any]]:
+    """Return chosen episodes as recorded trajectories, with their step. Raises `ConfigError`, `BadPayload`."""
+    from penstock.trainer import load_tokenizer, readable_trajectory
+
+    archive = opened(run, runs_dir)
+    tokenizer = load_tokenizer(load_config(folder_of_run(run, runs_dir) / RUN_FILE, with_tasks=False).model)
+    episodes = chosen(archive.index(), where).select(["step", "episode"]).to_pylist()
+    return [
+        {"step": step, **readable_trajectory(trajectory, None, tokenizer)}
+        for step, trajectory in _read(archive, episodes)
+    ]
+
+
+def _read(archive: Archive, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Trajectory]]:
+    for step in sorted({row["step"] for row in rows}):
+        names = [row["episode"] for row in rows if row["step"] == step]
+        for trajectory in archive.read(step, names).values():
+            yield step, trajectory

@@ -1,0 +1,100 @@
+"""`penstock archive`: lists, shows, exports, verifies and prunes what a run trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from penstock.common import FileLock
+from penstock.deploy import app
+from penstock.transfer_queue import COMPLETED, Archive, Segment, Trajectory
+
+
+def episode(name: str, reward: float, step: int) -> Trajectory:
+    segment = Segment(
+        prompt_ids=np.array([1, 2], np.int32),
+        response_ids=np.array([3, 4, 5], np.int32),
+        response_mask=np.array([1, 1, 0], np.uint8),
+        response_logprobs=np.array([-0.5, -0.25, 0], np.float32),
+        version_spans=np.array([[step, 0, 2]], np.int32),
+        turn_starts=np.array([0], np.int32),
+    )
+    return Trajectory(name, name.partition("#")[0], [segment], reward, COMPLETED, num_turns=1, data_source="sums")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run that has committed three steps of two episodes."""
+    root = tmp_path / "mine"
+    root.mkdir()
+    tree = {"name": "mine", "model": "no-such-model", "runs_dir": "..", "data": {"train": "t.jsonl"}}
+    (root / "config.yaml").write_text(yaml.safe_dump(tree))
+    archive = Archive(root / "archive", "mine", 1 << 30)
+    groups = {step: [[f"train/{step}#0", f"train/{step}#1"]] for step in range(3)}
+    for step, (names,) in groups.items():
+        archive.append(step, [episode(name, float(number), step) for number, name in enumerate(names)])
+    archive.commit(3, groups)
+    return root
+
+
+def ask(command: str, folder: Path, *words: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["archive", command, str(folder), *words])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_ls_sums_up_by_any_column_and_takes_conditions(folder: Path) -> None:
+    steps = json.loads(ask("ls", folder, "--json").stdout)
+    assert [(one["step"], one["episodes"], one["reward_mean"], one["tokens_sum"]) for one in steps] == [
+        (step, 2, 0.5, 4) for step in range(3)
+    ]
+    words = ("--by", "episode", "--where", "reward<0.5", "--where", "step>=1", "--where", "data_source=sums")
+    assert [line.split()[0] for line in ask("ls", folder, *words).stdout.splitlines()[1:]] == ["train/1#0", "train/2#0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--where", "rewards<1"), "columns: run, step, group"),
+        (("--where", "step=x"), "step is a number"),
+        (("--by", "colour"), "no column of the index"),
+    ],
+)
+def test_what_the_index_does_not_have_is_refused_by_name(folder: Path, words: tuple[str, ...], said: str) -> None:
+    assert said in " ".join(ask("ls", folder, *words, code=2).stderr.split())
+
+
+def test_show_reads_an_episode_as_the_trainer_saw_it(folder: Path) -> None:
+    text = ask("show", folder, "train/1#1").stdout
+    assert "train/1#1  step 1  reward 1.0  completed" in text
+    assert "── sampled by version 1, 2 tokens\n[3, 4]" in text
+    assert json.loads(ask("show", folder, "train/1#1", "--json").stdout)["segments"][0]["prompt_ids"] == [1, 2]
+    assert "train/9#0: not in the archive" in ask("show", folder, "train/9#0", code=2).stderr
+
+
+def test_exported_episodes_are_recorded_trajectories(folder: Path, tmp_path: Path) -> None:
+    ask("export", folder, str(tmp_path / "best"), "--where", "reward>=1")
+    files = sorted((tmp_path / "best" / "trajectories").iterdir())
+    assert [path.name for path in files] == [f"step_{step:06d}.jsonl" for step in range(3)]
+    (record,) = map(json.loads, files[2].read_text().splitlines())
+    assert (record["episode_id"], record["segments"][0]["runs"][0]["ids"]) == ("train/2#1", [3, 4])
+
+
+def test_verify_names_faults_and_prune_deletes_the_oldest(folder: Path) -> None:
+    assert "0 faults in 3 steps" in ask("verify", folder).stdout
+    lock = FileLock(folder / "trainer.lock", "")
+    assert lock.try_acquire()
+    assert "its trainer is running" in ask("prune", folder, "--max-bytes", "0", code=2).stderr
+    lock.release()
+    first, *_ = sorted((folder / "archive" / "batches").iterdir())
+    size = sum(path.stat().st_size for path in (folder / "archive" / "batches").iterdir())
+    assert "1 steps deleted, 2 left" in ask("prune", folder, "--max-bytes", str(size - 1)).stdout
+    assert not first.exists()
+    second, *_ = sorted((folder / "archive" / "batches").iterdir())
+    second.write_bytes(second.read_bytes()[:-1])
+    assert "not those of its name" in ask("verify", folder, code=1).stdout
