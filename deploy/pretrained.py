@@ -5,11 +5,12 @@
 
 A folder is in the form of transformers: `config.json`, `model.safetensors`, the tokenizer and its chat template. The
 user's cache keeps it under the model's name, and `source.json` next to its files has their SHA-256 sums: a folder that
-differs from them is made anew.
+differs from them is made anew. A package's model gets a chat template with tools, which its own has not.
 """
 
 from __future__ import annotations
 
+import filecmp
 import glob
 import hashlib
 import json
@@ -26,12 +27,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, get_args
 
+import penstock
 from penstock.common.files import FileLock
 from penstock.common.registry import nearest
 
 Dtype = Literal["float32", "bfloat16"]
 Report = Callable[[str], None]
 CARD = "source.json"
+TEMPLATE = "chat_template.jinja"
 
 
 class NoModel(Exception):
@@ -51,6 +54,8 @@ class Package:
     question: str
     answer: str
     """A word of the greedy answer to `question`."""
+    template: Path
+    """A chat template that renders as the model's own, and has tools."""
 
 
 PACKAGES = {
@@ -61,6 +66,7 @@ PACKAGES = {
         licence="Apache-2.0",
         question="Name the capital of France.",
         answer="Paris",
+        template=Path(penstock.__file__).parent / "recipes" / "smollm2" / TEMPLATE,
     ),
 }
 
@@ -87,7 +93,7 @@ def fetch_model(source: str, dtype: Dtype, report: Report) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     busy = "another process fetches this model; wait for it and repeat the command"
     with FileLock(folder.with_name(f"{folder.name}.lock"), busy, error=NoModel):
-        if not is_whole(folder):
+        if not is_whole(folder) or (package and not filecmp.cmp(package.template, folder / TEMPLATE, shallow=False)):
             _make(folder, package, file, dtype, report)
     if package:
         report(f"{source} from {package.requirement} of PyPI, licence {package.licence}")
@@ -115,6 +121,8 @@ def _make(folder: Path, package: Package | None, file: Path, dtype: Dtype, repor
         new = Path(scratch) / "model"
         try:
             _convert(file, new, dtype)
+            if package:
+                shutil.copyfile(package.template, new / TEMPLATE)
             answer = _answer(new, package.question if package else "Who are you?")
         except OSError as error:
             raise NoModel(f"{file} cannot be read, or {new} cannot be written: {error}") from error

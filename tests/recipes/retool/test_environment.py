@@ -77,6 +77,13 @@ async def test_the_oracle_earns_everything_on_word_problems(gsm8k: str) -> None:
     assert (found.rewards, found.failures) == ([1.0] * ROWS, [])
 
 
+@pytest.mark.skipif(bool(FOLDER), reason="GSM8K's solutions have more than two calculations, and some lack the last")
+async def test_a_call_for_each_calculation_earns_everything(gsm8k: str) -> None:
+    found = await played("retool/cpu.yaml", "stepwise", gsm8k, *ROOM, "agent.rewards.settings.boxed=true", rows=ROWS)
+    assert (found.rewards, found.failures) == ([1.0] * ROWS, [])
+    assert {one.metrics["tool_calls"] for one in found.trajectories} == {2.0}
+
+
 @pytest.fixture(scope="module")
 def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("steps")
