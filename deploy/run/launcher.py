@@ -263,10 +263,10 @@ async def until_interrupted(main: asyncio.Task[Any] | None) -> None:
             main.cancel()
 
     def on_signal(number: signal.Signals) -> None:
-        logger.warning("%s: saving a checkpoint and stopping every process of this run", number.name)
-        event.set()
         loop.add_signal_handler(signal.SIGINT, on_second)
         loop.add_signal_handler(signal.SIGTERM, event.set)
+        logger.warning("%s: saving a checkpoint and stopping every process of this run", number.name)
+        event.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)

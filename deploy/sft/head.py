@@ -132,11 +132,12 @@ def _check_out(config: RunConfig, *, resume: bool) -> None:
 async def _supervise(config: RunConfig, run: RunDir, reporter: SftReporter) -> LivesTotal:
     """Raises `RoleFailed`, `Interrupted`."""
     trainer, lives = RoleProcess(_trainer(config, run)), LivesFile(run.lives)
-    running = asyncio.create_task(trainer.run(), name="trainer")
     helpers = [
         asyncio.create_task(reporter.run(lambda: lives.write({"trainer": trainer.restarts})), name="reporter"),
         asyncio.create_task(until_interrupted(asyncio.current_task()), name="interrupt"),
     ]
+    # Tasks begin in this order: a Ctrl-C that comes with the trainer's start would otherwise be asyncio's own.
+    running = asyncio.create_task(trainer.run(), name="trainer")
     try:
         ended, _ = await asyncio.wait({running, *helpers}, return_when=asyncio.FIRST_COMPLETED)
     finally:
