@@ -209,11 +209,13 @@ def test_what_cannot_be_shared_out_is_refused_by_name(
 @pytest.mark.deep
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_takes_its_part_of_a_layers_experts(ranks: int, tmp_path: Path) -> None:
-    """Peak of a backward above weights and moments, as torch's allocator records it. Experts are nearly all of it."""
+    """Peak of a backward above weights, moments and gradients, which both layouts cut over all ranks, as torch's
+    allocator records it. Experts are nearly all of it."""
     large = {"num_experts": 32, "moe_intermediate_size": 256, "hidden_size": 64, "num_hidden_layers": 3}
     model = save_tiny_model(tmp_path / "large", "Qwen3Moe", **{**QWEN, **large})
     layouts = {"whole": {}, "parts": {"parallel": {"expert": ranks}}}
     cases = {name: {"model": model, "config": config, "tokens": 24} for name, config in layouts.items()}
     run_ranks("memory_ranks.py", ranks, tmp_path, json.dumps(cases))
     peaks = json.loads((tmp_path / "peaks.json").read_text())["peaks"]
-    assert peaks["parts"] / peaks["whole"] <= 1.15 / ranks, peaks
+    gradients = 3 * 32 * 3 * 256 * 64 * 4 // ranks  # layers, experts, projections, their sizes, bytes
+    assert (peaks["parts"] - gradients) / (peaks["whole"] - gradients) <= 1.15 / ranks, peaks
