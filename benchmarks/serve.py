@@ -1,4 +1,4 @@
-"""A training step through `penstock serve` beside the same step of the same engine, and of eight adapters beside one.
+"""A training step through `penstock serve` compared with the same step called directly, and eight adapters with one.
 
     penstock bench serve --json
 

@@ -26,7 +26,7 @@ TIMEOUT_S = 600.0
 
 
 def episode(vocab: int) -> Trajectory:
-    """Of the engine's own version, with any logprobs: one step of both sides is the same either way."""
+    """An episode of the engine's own version. Its logprobs are arbitrary: both sides train on the same."""
     draw = np.random.default_rng(0)
     history, segments = draw.integers(2, vocab, PROMPT), []
     for _ in range(TURNS):

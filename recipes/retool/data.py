@@ -63,7 +63,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", type=int, default=4096, help="arithmetic, steps: training problems")
     parser.add_argument("--eval", type=int, default=128, help="arithmetic, steps: evaluation problems")
     parser.add_argument("--conversations", type=int, default=2000, help="steps: sums that the cold start shows")
-    parser.add_argument("--calls", type=int, default=0, help="gsm8k: problems of at most so many calculations; 0: all")
+    parser.add_argument("--calls", type=int, default=0, help="gsm8k: most calculations in a problem; 0: any number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--year", type=int, default=2024, choices=sorted(AIME))
     return parser.parse_args(arguments)

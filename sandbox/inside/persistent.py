@@ -25,7 +25,7 @@ class PersistentChild:
         self.outcomes = outcomes
         self.last_exit_code = 0
         self.doomed = False
-        """True if it was told to end; `settle` forgets it."""
+        """The child was told to end; `settle` removes it."""
 
     def close(self) -> None:
         os.close(self.requests)

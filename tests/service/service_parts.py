@@ -102,7 +102,7 @@ class Client:
         return answer
 
     async def result(self, request_id: str) -> Any:
-        """Of JSON a mapping, of protobuf the message `ForwardBackwardOutput`."""
+        """Return a mapping for JSON, `ForwardBackwardOutput` for protobuf."""
         status, answer = 408, None
         async with asyncio.timeout(300):
             while status == 408:

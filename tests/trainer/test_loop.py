@@ -457,7 +457,7 @@ async def test_a_step_of_which_nothing_is_left_is_passed_with_the_weights_before
 
 
 async def test_an_empty_step_that_was_published_does_not_count_again(tmp_path: Path, tiny_model: str) -> None:
-    """As one that was passed, which has no groups either."""
+    """A passed step has no groups either, and counts as little."""
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
     job.run.queue.lose_at = (2, 8)
     await crash(job, "after", "publish_version", 4)

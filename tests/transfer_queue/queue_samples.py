@@ -121,7 +121,7 @@ def archive_of(queue: TransferQueue) -> Archive | None:
 
 
 async def spill(queue: TransferQueue, step: int, episodes: Sequence[str]) -> int:
-    """As a trainer does: the archive has them first."""
+    """Archive the episodes, then free them in the queue, in a trainer's order."""
     found = []
     for episode in episodes:
         with suppress(BadPayload):
