@@ -162,6 +162,8 @@ class RoleProcess:
             )
         self.pid = process.pid
         self._ended.clear()
+        if self._stopping:  # `stop` came while the process was made, and had nothing to signal
+            self.kill()
         try:
             return await process.wait()
         finally:

@@ -92,6 +92,17 @@ async def test_stop_ends_the_role_and_what_it_started(role: Callable[..., RolePr
     await until(lambda: not alive(child))
 
 
+async def test_stop_in_the_moment_of_the_start_ends_the_role(role: Callable[..., RoleProcess]) -> None:
+    process = role(STUBBORN)
+    running = asyncio.create_task(process.run())
+    await asyncio.sleep(0)  # the process is there; asyncio has not said its number yet
+    assert process.pid is None
+    async with asyncio.timeout(60):
+        await process.stop()
+        await running
+    assert process.state == "stopped"
+
+
 async def test_only_restarts_within_a_window_use_the_budget_up(role: Callable[..., RoleProcess]) -> None:
     hours = itertools.count(0.0, 3600.0)
     process = role(CRASHES, max_restarts=1, clock=lambda: next(hours))
