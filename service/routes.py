@@ -49,6 +49,7 @@ HOLD_S = 30.0
 MOST_WAITING = 512
 """Requests of one model, or of one sampling session, without a result."""
 RETRY_S = 2.0
+NO_HEAD_ADAPTER = "train_unembed changes nothing here: the head has no adapter on this server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ def _add_models(router: APIRouter, context: ServiceContext) -> None:
         metadata, now = metadata if isinstance(metadata, dict) else None, time.time()
         record = SessionRecord(owner=owner_of(http), created=now, seen=now, user_metadata=metadata)
         await context.requests.put(Record("session", session_id, record.model_dump_json()))
-        return {"type": "create_session", "session_id": session_id, "info_message": None}
+        return {"type": "create_session", "session_id": session_id, "warning_message": NO_HEAD_ADAPTER}
 
     @router.post("/create_model")
     async def create_model(body: CreateModel, http: Request) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import warnings
 from typing import Any
@@ -28,7 +29,10 @@ def square(data: Any, logprobs: Any) -> Any:
 
 
 def main(name: str) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"warnings": []}
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: seen["warnings"].append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tinker").addHandler(handler)
     with tinker.ServiceClient() as service:
         seen["models"] = [one.model_name for one in service.get_server_capabilities().supported_models]
         model = service.create_lora_training_client(base_model=name, rank=8, seed=1).result()

@@ -31,6 +31,11 @@ async def client(service: Service, ranks: Ranks) -> Client:
     return service.client()
 
 
+async def test_the_client_is_told_that_the_head_has_no_adapter(client: Client) -> None:
+    """The SDK logs this field; `train_unembed` is on by default, and changes nothing here."""
+    assert "train_unembed" in (await client.post("create_session", tags=[]))["warning_message"]
+
+
 async def test_requests_run_in_the_order_of_their_numbers_and_once(client: Client) -> None:
     model = await client.model()
     first = await client.result(await client.forward(model, 1, only=True))

@@ -28,6 +28,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 def test_every_call_of_the_sdk(served: Served) -> None:
     seen: dict[str, Any] = served.result(served.start("sdk_client.py"))
+    assert any("train_unembed" in warning for warning in seen["warnings"])
     assert seen["models"] == [NAME]
     assert seen["losses"][0] > seen["losses"][1] > seen["losses"][2]
     assert all(isinstance(value, float) for value in seen["rl"].values())
