@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,13 +27,7 @@ Where = Annotated[
     typer.Option("--where", help="COLUMN=VALUE, or <, <=, >, >= in place of =; several must all hold."),
 ]
 RUNS = Path("runs")
-COMPARISONS = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "=": operator.eq,
-    "<": operator.lt,
-    ">": operator.gt,
-}
+COMPARISONS = {"<=": "less_equal", ">=": "greater_equal", "=": "equal", "<": "less", ">": "greater"}
 SUMS = (("reward", "mean"), ("reward", "min"), ("reward", "max"), ("tokens", "sum"), ("oldest_version", "min"))
 
 
@@ -58,7 +51,7 @@ def list_batches(
         rows = chosen(opened(run, runs_dir).index(), where or [])
         if by not in rows.column_names:
             raise ConfigError(f"--by {by}: no column of the index; one of {', '.join(rows.column_names)}")
-    table = rows.group_by([by]).aggregate([("row", "count"), *(one for one in SUMS if one[0] != by)])
+    table = rows.group_by([by], use_threads=False).aggregate([("row", "count"), *(one for one in SUMS if one[0] != by)])
     lines = [{name.replace("row_count", "episodes"): value for name, value in row.items()} for row in table.to_pylist()]
     if as_json:
         print(json.dumps(lines))
@@ -181,7 +174,7 @@ def _condition(index: pa.Table, column: str, comparison: str, value: str) -> Any
         typed = value if pa.types.is_string(kind) else float(value)
     except ValueError as error:
         raise ConfigError(f"--where {column}{comparison}{value}: {column} is a number") from error
-    return COMPARISONS[comparison](pc.field(column), pc.scalar(typed))
+    return pc.call_function(COMPARISONS[comparison], [index[column], pa.scalar(typed)])
 
 
 def records(run: str, runs_dir: Path, where: Sequence[str]) -> list[dict[str, Any]]:

@@ -331,9 +331,9 @@ def read_batches(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 def _parsed(path: Path, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
     try:
-        table = pq.read_table(
-            pa.BufferReader(data), columns=columns, page_checksum_verification=True, use_threads=False
-        )
+        # `read_table` starts a pool of threads, which may abort the process when its interpreter ends.
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True, pre_buffer=False)
+        table = file.read(columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise BadPayload(f"{path.name}: no whole Parquet file: {error}") from error
     version = (table.schema.metadata or {}).get(FORMAT_KEY, b"none").decode()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     """A run that has committed three steps of two episodes."""
     root = tmp_path / "mine"
     root.mkdir()
-    tree = {"name": "mine", "model": "no-such-model", "runs_dir": "..", "data": {"train": "t.jsonl"}}
+    tree = {"name": "mine", "model": str(tmp_path / "no-model"), "runs_dir": "..", "data": {"train": "t.jsonl"}}
     (root / "config.yaml").write_text(yaml.safe_dump(tree))
     archive = Archive(root / "archive", "mine", 1 << 30)
     groups = {step: [[f"train/{step}#0", f"train/{step}#1"]] for step in range(3)}
@@ -98,3 +100,27 @@ def test_verify_names_faults_and_prune_deletes_the_oldest(folder: Path) -> None:
     second, *_ = sorted((folder / "archive" / "batches").iterdir())
     second.write_bytes(second.read_bytes()[:-1])
     assert "not those of its name" in ask("verify", folder, code=1).stdout
+
+
+READER = """
+import os, sys
+from pathlib import Path
+from penstock.deploy import app
+from penstock.transfer_queue import Archive
+
+Archive(Path(sys.argv[1]) / "nothing").index()  # pyarrow is loaded: its allocator may have threads
+before = len(os.listdir("/proc/self/task"))
+archive = Archive(Path(sys.argv[1]) / "archive")
+archive.read(1, ["train/1#0"])
+archive.batches(0, 3)
+app(["archive", "ls", sys.argv[1], "--where", "reward<2"], standalone_mode=False)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_a_reader_leaves_no_thread_behind(folder: Path) -> None:
+    """A pool of Arrow's that still works while the interpreter ends aborts the process now and then, after a sound
+    end: https://github.com/apache/arrow/issues/34314."""
+    command = [sys.executable, "-c", READER, str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["0"]), done.stderr
