@@ -36,6 +36,9 @@ from .ranks.distributed import Ranks as Ranks
 from .ranks.distributed import TorchThread as TorchThread
 from .ranks.layout import CORES_VARIABLE as CORES_VARIABLE
 from .ranks.layout import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
+from .replay import ReplayJob as ReplayJob
+from .replay import TooFarOffPolicy as TooFarOffPolicy
+from .replay import replay_steps as replay_steps
 from .sft.config import SftConfig as SftConfig
 from .sft.config import steps_of as steps_of
 from .sft.conversations import ConversationFile as ConversationFile

@@ -18,7 +18,7 @@ from penstock.common import Backoff, cancel_and_wait
 from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of, without_greedy
 from penstock.trainer.data.rows import Feeder
 from penstock.trainer.job import TrainJob, needs_of_advantage
-from penstock.transfer_queue import BadPayload, Batch
+from penstock.transfer_queue import BadPayload, Batch, TransferQueue
 
 POLL = Backoff(0.02, 0.25)
 REMIND_S = 5.0
@@ -50,9 +50,11 @@ class BatchSource:
         world: int,
         *,
         remind: Callable[[], Awaitable[None]] | None = None,
+        queue: TransferQueue | None = None,
     ) -> None:
-        """`remind` is awaited now and then while a batch is waited for: the queue may have forgotten the weights."""
-        self._job, self._queue = job, job.run.queue
+        """`remind` is awaited now and then while a batch is waited for: the queue may have forgotten the weights.
+        `queue`: in place of the run's."""
+        self._job, self._queue = job, queue or job.run.queue
         self._feeder = feeder
         self._model = model
         self._rank = rank

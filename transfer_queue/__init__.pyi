@@ -7,6 +7,7 @@ from .admission import may_ship as may_ship
 from .archive.archive import Archive as Archive
 from .codec.trajectories import decode_trajectory as decode_trajectory
 from .codec.trajectories import encode_trajectory as encode_trajectory
+from .codec.trajectories import fields_of as fields_of
 from .config import TransferQueueConfig as TransferQueueConfig
 from .errors import BadPayload as BadPayload
 from .errors import JournalMismatch as JournalMismatch

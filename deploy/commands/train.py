@@ -33,7 +33,7 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
     trainer = config.trainer
     try:
         check_nodes(trainer, rendezvous.nodes)
-        python = _python(trainer)
+        python = python_of(trainer)
     except BadJob as error:
         raise ConfigError(str(error)) from error
     environment = {**os.environ, **link.environment(), "OMP_NUM_THREADS": str(trainer.threads or 1)}
@@ -71,7 +71,7 @@ async def _config(link: RunConnection, wait_s: float) -> RunConfig:
     return config
 
 
-def _python(trainer: TrainerConfig) -> str:
+def python_of(trainer: TrainerConfig) -> str:
     """megatron-core has its own environment, with Penstock in it. Raises `BadJob`."""
     if trainer.engine != "megatron":
         return sys.executable

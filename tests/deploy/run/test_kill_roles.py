@@ -1,6 +1,10 @@
 """Invariant 2: any role may be killed with -9 at any time; the run reaches its goal and the accounts balance."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.deploy.conftest import SMALL, assert_accounts_balance, assert_nothing_left, held_by
@@ -39,9 +43,19 @@ def test_kill_each_role_once(start_run, steps: int, every: int, settings: tuple[
     assert_accounts_balance(summary)
     assert [summary["restarts"][role] for role in ("agent-0", "rollout-0", "trainer")] == [1, 1, 1]
     assert_nothing_left(run, seen)
+    assert replayed(run.root) == {"steps_equal": steps, "steps_different": 0, "weights_equal": True}
     if learns:
         assert summary["reward_last"] >= 0.8
         assert summary["eval_reward"] >= 0.9
+
+
+def replayed(root: Path) -> dict[str, Any]:
+    """The verdict of `penstock replay` over the whole run."""
+    command = [sys.executable, "-m", "penstock.deploy.cli", "replay", str(root), "--from", "0"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2500:]
+    (result,) = root.glob("replays/0-*/replay.json")
+    return {name: value for name, value in json.loads(result.read_text()).items() if "equal" in name or "diff" in name}
 
 
 @pytest.mark.deep
@@ -61,4 +75,5 @@ def test_kill_two_ranks_replay_from_the_archive(start_run, tmp_path: Path) -> No
     assert (summary["steps"], summary["restarts"]["trainer"]) == (8, 1)
     assert_accounts_balance(summary)
     assert log.verify() == []
+    assert replayed(run.root) == {"steps_equal": 8, "steps_different": 0, "weights_equal": True}
     assert sorted(set(log.index()["step"].to_pylist())) == list(range(8))

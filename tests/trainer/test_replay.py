@@ -1,0 +1,97 @@
+"""A stretch of a run, trained again from checkpoint and archive, gives the run's weights to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file
+from trainer_support import crash, final_weights, make_job
+
+from penstock.trainer import BadJob, ReplayJob, TooFarOffPolicy, TrainJob, replay_steps, train
+from penstock.transfer_queue import Archive, BadPayload
+
+pytestmark = pytest.mark.torch
+
+
+def again(job: TrainJob, folder: Path, first: int, last: int, **changes: Any) -> ReplayJob:
+    folder.mkdir()
+    config = job.config.model_copy(update=changes)
+    archive = Archive(job.archive.folder) if job.archive else Archive(folder)
+    return ReplayJob(replace(job, run_dir=folder, config=config, archive=None), job, archive, first, last)
+
+
+@pytest.fixture(scope="module")
+def killed_run(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> TrainJob:
+    """Six steps, of which a trainer died after the third; checkpoints after steps 4 and 6 are left."""
+    job = make_job(tmp_path_factory.mktemp("run"), tiny_model, {"minibatches": 2}, archives=True)
+
+    async def live() -> None:
+        await crash(job, "after", "publish_version", 4)
+        await train(job)
+
+    asyncio.run(live())
+    return job
+
+
+@pytest.mark.parametrize("first", [0, 4])
+async def test_unchanged_it_gives_the_weights_of_the_run_across_a_kill(
+    killed_run: TrainJob, tmp_path: Path, first: int
+) -> None:
+    result = await replay_steps(again(killed_run, tmp_path / "again", first, 6))
+    assert (result["steps_equal"], result["steps_different"], result["weights_equal"]) == (6 - first, 0, True)
+    weights = load_file(tmp_path / "again" / "final_model" / "model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in final_weights(killed_run).items())
+    assert json.loads((tmp_path / "again" / "replay.json").read_text()) == result
+
+
+async def test_with_another_loss_it_says_how_far_off_policy_it_is(killed_run: TrainJob, tmp_path: Path) -> None:
+    result = await replay_steps(again(killed_run, tmp_path / "again", 0, 6, loss="gspo"))
+    assert (result["changed"], result["steps_equal"], result["weights_equal"]) == (True, 0, None)
+    assert 0.1 < result["effective_sample_share_min"] <= 1.0
+    assert result["clip_share_max"] >= 0.0
+    weights = load_file(tmp_path / "again" / "final_model" / "model.safetensors")
+    assert not all(torch.equal(weights[name], tensor) for name, tensor in final_weights(killed_run).items())
+
+
+async def test_what_departs_too_far_from_its_batches_ends(killed_run: TrainJob, tmp_path: Path) -> None:
+    with pytest.raises(TooFarOffPolicy, match=r"step \d: the effective sample share is .* trainer.lr"):
+        await replay_steps(again(killed_run, tmp_path / "again", 0, 6, lr=3.0))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "changes", "error", "said"),
+    [
+        (3, 6, {}, BadJob, "--from 3: no checkpoint is after that step; there are 0, 4, 6"),
+        (4, 4, {}, BadJob, "there is no step between them"),
+        (4, 9, {}, BadPayload, "step 6 is not in the archive; its index has steps 0 to 5"),
+        (0, 6, {"correction": None}, BadJob, "trainer.correction"),
+        (0, 6, {"advantage": "remax"}, BadJob, "needs a greedy episode per group"),
+    ],
+)
+async def test_what_cannot_be_replayed_is_refused_by_name(
+    killed_run: TrainJob,
+    tmp_path: Path,
+    first: int,
+    last: int,
+    changes: dict[str, Any],
+    error: type[Exception],
+    said: str,
+) -> None:
+    with pytest.raises(error, match=said):
+        await replay_steps(again(killed_run, tmp_path / "again", first, last, **changes))
+
+
+async def test_a_step_without_a_checkpoint_is_replayed_from_its_files(tmp_path: Path, tiny_model: str) -> None:
+    """The run ended before a commit: nothing is in the index yet."""
+    job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100}, archives=True)
+    await crash(job, "before", "publish_version", 4)
+    result = await replay_steps(again(job, tmp_path / "again", 0, 2))
+    assert (result["steps_equal"], result["steps_different"]) == (2, 0)

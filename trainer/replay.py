@@ -1,0 +1,240 @@
+"""Replay: steps of a run are trained again from a checkpoint and the archive, without queue, servers and workers.
+
+    checkpoint after step FIRST (0: the model) ──► batches FIRST … LAST − 1 of the archive ──► weights, metrics.jsonl
+
+With the run's own algorithm the weights are its own, bit for bit, on the same kind of machine. With another one the
+batches were sampled by a policy that the replayed one departs from: each step says how far, and one that no importance
+weight can correct ends the replay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from penstock.common import append_jsonl, iter_jsonl, write_atomically
+from penstock.trainer.checks import check_job
+from penstock.trainer.engine import Engine
+from penstock.trainer.engines import ENGINES
+from penstock.trainer.export import save_final_model
+from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage, threads_here
+from penstock.trainer.learner import Learner
+from penstock.trainer.ranks.distributed import Ranks, TorchThread
+from penstock.trainer.source import BatchSource
+from penstock.trainer.state.checkpoint import Groups, read_whole
+from penstock.transfer_queue import Batch, FieldValues, Trajectory, TransferQueue, fields_of
+
+if TYPE_CHECKING:
+    from penstock.transfer_queue import Archive
+
+LEAST_SAMPLE_SHARE = 0.1
+"""Below this effective sample share (Σw)² / (N · Σw²) of a step's tokens a replay ends: of ten tokens fewer than one
+counts, and the importance weights' variance is all that is learned."""
+CHANGED_BY_RECORD = ("faults",)
+"""Metrics that a run adds to after the update."""
+logger = logging.getLogger(__name__)
+
+
+class TooFarOffPolicy(RuntimeError):
+    """A replayed step's batch cannot be corrected any more; the message has the step and the share."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayJob:
+    """The stretch FIRST … LAST − 1 of a run."""
+
+    job: TrainJob
+    """The replay's own job: its folder, and perhaps another algorithm. Its queue is not used."""
+    of_run: TrainJob
+    """The job of the run."""
+    archive: Archive
+    first: int
+    last: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self.job.config == self.of_run.config
+
+
+class ArchivedBatches:
+    """The part of `TransferQueue` that a `BatchSource` reads from."""
+
+    def __init__(self, archive: Archive, batches: Mapping[int, Groups]) -> None:
+        self._archive, self._batches = archive, batches
+        self._step_of = {name: step for step, groups in batches.items() for group in groups for name in group}
+
+    async def lease_batch(self, step: int) -> Batch:
+        return Batch(step, self._batches[step])
+
+    async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
+        if not episode_ids:
+            return []
+        step = self._step_of[episode_ids[0]]  # a batch is of one step
+        return list((await asyncio.to_thread(self._archive.read, step, episode_ids)).values())
+
+    async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
+        return [fields_of(one, fields) for one in await self.read(episode_ids)]
+
+
+def check_replay(replay: ReplayJob) -> None:
+    """Raises `BadJob` for a change that the archived batches cannot serve, `BadPayload` for steps that are not there,
+    and what `check_job` raises."""
+    job, before = replay.job, replay.of_run.config
+    check_job(job)
+    if not replay.first < replay.last:
+        raise BadJob(f"--from {replay.first} --to {replay.last}: there is no step between them")
+    replay.archive.batches(replay.first, replay.last)
+    if replay.is_unchanged:
+        return
+    if job.config.correction is None:
+        raise BadJob(
+            "trainer.correction is null, and the batches were sampled by the run's own policies: with another "
+            "algorithm every step is off-policy. Set trainer.correction=truncated_is"
+        )
+    if "greedy" in needs_of_advantage(job.config) - needs_of_advantage(before):
+        raise BadJob(f"trainer.advantage={job.config.advantage} needs a greedy episode per group; the run sampled none")
+    if job.config.distill.enabled and not before.distill.enabled:
+        raise BadJob("trainer.distill: the run had no teacher, so that its episodes have none of its logprobs")
+
+
+def checkpoint_before(folder: Path, step: int) -> Path | None:
+    """The checkpoint after `step` steps in a run's ``checkpoints``; None for step 0, the model. Raises `BadJob` naming
+    the steps that can be replayed from."""
+    if step == 0:
+        return None
+    path = folder / f"step_{step:08d}"
+    if not path.is_dir():
+        there = sorted(int(one.name.partition("_")[2]) for one in folder.glob("step_*") if not one.suffix)
+        raise BadJob(f"--from {step}: no checkpoint is after that step; there are {', '.join(map(str, [0, *there]))}")
+    return path
+
+
+async def replay_steps(replay: ReplayJob) -> dict[str, Any]:
+    """Train the stretch and write ``metrics.jsonl``, ``final_model`` and ``replay.json`` into `job.run_dir`; returns
+    what ``replay.json`` has. A collective: every rank calls it. Raises `TooFarOffPolicy`, `TrainingDiverged` and what
+    `check_replay` raises.
+    """
+    check_replay(replay)
+    job, checkpoints = replay.job, replay.of_run.run_dir / "checkpoints"
+    start = checkpoint_before(checkpoints, replay.first)
+    batches = replay.archive.batches(replay.first, replay.last)
+    async with AsyncExitStack() as stack:
+        in_torch = TorchThread(threads_here(job.config))
+        stack.callback(in_torch.close)
+        ranks = await in_torch(Ranks.open, job.config.collective_timeout_s, job.config.parallel.layout)
+        stack.push_async_callback(in_torch, ranks.close)
+        engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
+        if start is not None:
+            await _load(start, engine, in_torch)
+        source = _source_of(replay, batches, engine, ranks)
+        stack.push_async_callback(source.close)
+        lines = await _train(replay, in_torch, Learner(job.config, engine, ranks.data), source, ranks)
+        result: dict[str, Any] = {"first": replay.first, "last": replay.last, **_summary(replay, lines)}
+        await in_torch(save_final_model, engine, ranks, job.run.model, job.run_dir / "final_model")
+        if replay.is_unchanged and (end := checkpoints / f"step_{replay.last:08d}").is_dir():
+            ours = await in_torch(weights_digest, engine)
+            await _load(end, engine, in_torch)
+            result["weights_equal"] = ours == await in_torch(weights_digest, engine)
+        if ranks.is_rank0:
+            write_atomically(job.run_dir / "replay.json", json.dumps(result) + "\n")
+        return result
+
+
+async def _load(checkpoint: Path, engine: Engine, in_torch: TorchThread) -> None:
+    """Raises `BadJob` for a damaged checkpoint."""
+    try:
+        info = await asyncio.to_thread(read_whole, checkpoint)
+    except (OSError, ValueError) as error:
+        raise BadJob(f"{checkpoint} is damaged: {error}. Replay from another checkpoint") from error
+    await in_torch(engine.load, info.path, info.ranks)
+
+
+def _source_of(replay: ReplayJob, batches: Mapping[int, Groups], engine: Engine, ranks: Ranks) -> BatchSource:
+    queue = cast(TransferQueue, ArchivedBatches(replay.archive, batches))
+    return BatchSource(replay.job, None, engine.limits, ranks.data.rank, ranks.data.world, queue=queue)
+
+
+async def _train(
+    replay: ReplayJob, in_torch: TorchThread, learner: Learner, source: BatchSource, ranks: Ranks
+) -> list[dict[str, Any]]:
+    """A line of metrics per step, with ``equal``: None where the run has no line of it, or another algorithm."""
+    known = {line["step"]: line for line in iter_jsonl(replay.of_run.run_dir / "metrics.jsonl")}
+    lines, never = [], asyncio.Event()
+    for step in range(replay.first, replay.last):
+        batch = await source.take(step, never)
+        assert batch is not None
+        if step + 1 < replay.last:
+            source.prefetch(step + 1)
+        scored = await in_torch(learner.score, batch)
+        advantages = await in_torch(learner.advantages, batch, scored)
+        metrics = await in_torch(learner.update, batch, scored, advantages)
+        differing = differences(metrics, known[step]) if replay.is_unchanged and step in known else None
+        line = {**metrics, "equal": None if differing is None else not differing}
+        lines.append(line)
+        if ranks.is_rank0:
+            _say(line, differing or [])
+            append_jsonl(replay.job.run_dir / "metrics.jsonl", [line])
+        share = metrics["effective_sample_share"]
+        if not replay.is_unchanged and share < LEAST_SAMPLE_SHARE:
+            raise TooFarOffPolicy(
+                f"step {step}: the effective sample share is {share:.3g}, below {LEAST_SAMPLE_SHARE}: the replayed "
+                "policy is too far from the one that sampled the batch. Replay a shorter stretch, from a later "
+                "checkpoint, or lower trainer.lr"
+            )
+    return lines
+
+
+def differences(metrics: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
+    """Names of metrics that are not, to the last bit, what the run recorded."""
+    plain = json.loads(json.dumps(metrics))
+    return [
+        name
+        for name, value in plain.items()
+        if name not in CHANGED_BY_RECORD and json.dumps(value) != json.dumps(recorded.get(name))
+    ]
+
+
+def clip_share(line: Mapping[str, Any]) -> float:
+    """The share of tokens whose ratio the loss has clipped, on either side."""
+    return float(sum(value for name, value in line.items() if name.startswith("clip_fraction")))
+
+
+def _say(line: Mapping[str, Any], differing: Sequence[str]) -> None:
+    verdict = {None: "", True: "; as the run", False: f"; not as the run: {', '.join(differing[:5])}"}[line["equal"]]
+    logger.info(
+        "step %d: loss %.6g, effective sample share %.3f, clipped %.3f%s",
+        line["step"],
+        line["loss"],
+        line["effective_sample_share"],
+        clip_share(line),
+        verdict,
+    )
+
+
+def _summary(replay: ReplayJob, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        "changed": not replay.is_unchanged,
+        "steps_equal": sum(line["equal"] is True for line in lines),
+        "steps_different": sum(line["equal"] is False for line in lines),
+        "weights_equal": None,
+        "effective_sample_share_min": min(line["effective_sample_share"] for line in lines),
+        "clip_share_max": max(clip_share(line) for line in lines),
+    }
+
+
+def weights_digest(engine: Engine) -> str:
+    """SHA-256 of all tensors with their names, those that do not learn too. A collective."""
+    digest = hashlib.sha256()
+    for name, tensor in engine.gathered_weights():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
