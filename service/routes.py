@@ -46,8 +46,8 @@ from penstock.transfer_queue import ClientRequest, Record, RequestLog
 
 HOLD_S = 30.0
 """A poll is held for so long; the client gives up after 45 s, and asks again at once."""
-MOST_WAITING = 512
-"""Requests of one model, or of one sampling session, without a result."""
+MOST_WAITING, MOST_OF_KEY = 512, 4096
+"""Requests without a result: of one model or sampling session, and of one key."""
 RETRY_S = 2.0
 NO_HEAD_ADAPTER = "train_unembed changes nothing here: the head has no adapter on this server"
 
@@ -85,10 +85,12 @@ class ServiceContext:
 
 async def submit(context: ServiceContext, request: ClientRequest) -> str:
     """The id of the request, or of the one before that it repeats. Raises `HttpError`."""
-    how, request_id = await context.requests.submit(request, MOST_WAITING)
-    if how == "full":
-        message = f"{MOST_WAITING} requests of {request.index} have no result yet"
-        raise HttpError(429, "seq_id", message, retry_after_s=RETRY_S)
+    how, request_id = await context.requests.submit(request, MOST_WAITING, MOST_OF_KEY)
+    if how in ("full", "quota"):
+        whose = (
+            f"{MOST_WAITING} requests of {request.index}" if how == "full" else f"{MOST_OF_KEY} requests of this key"
+        )
+        raise HttpError(429, "seq_id", f"{whose} have no result yet", retry_after_s=RETRY_S)
     if how in ("other", "old"):
         why = "is another request's" if how == "other" else "is done, and its result is no longer kept"
         raise HttpError(422, "seq_id", f"number {request.number} of {request.index} {why}")

@@ -4,7 +4,7 @@
     next version ─► every server has it ─► all samples of that adapter ─► results
 
 An adapter that was announced before gets a new version: numbers are never used again. Samples of other adapters wait
-for `TURN_S` at most while samples of the present one keep coming.
+for `TURN_S` at most while samples of the present one keep coming. Owners take turns, for adapters and for samples.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -42,6 +43,8 @@ MOUNT_S = 300.0
 UNMOUNTED = "?"
 """No adapter of this process is at the servers."""
 logger = logging.getLogger(__name__)
+Waiting = tuple[str, ClientRequest, Sample]
+"""A request by its id, and its call."""
 
 
 class SampleRunner:
@@ -70,10 +73,13 @@ class SampleRunner:
         """Folder of the servers' adapter; None: the base model."""
         self._version = 0
         self._mounted_at = 0.0
-        self._waiting: dict[str | None, list[tuple[str, ClientRequest, Sample]]] = {}
+        self._waiting: dict[str | None, list[Waiting]] = {}
         """Samples by adapter; the adapter that has waited longest is first."""
+        self._turns: dict[str, float] = {}
+        """When an adapter was last put at the servers for an owner."""
         self._known: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}
+        """The owner of each sample in flight."""
 
     async def __aenter__(self) -> Self:
         await self._files.open(await self._queue.claim_training(f"service {os.getpid()}"))
@@ -115,9 +121,10 @@ class SampleRunner:
         """The adapter whose samples come next; `UNMOUNTED` if none wait."""
         if not self._waiting:
             return UNMOUNTED
-        others = [folder for folder in self._waiting if folder != self._mounted]
+        others = {folder: waiting for folder, waiting in self._waiting.items() if folder != self._mounted}
         in_turn = time.monotonic() - self._mounted_at < TURN_S
-        return self._mounted if self._mounted in self._waiting and (in_turn or not others) else others[0]
+        stays = self._mounted in self._waiting and (in_turn or not others)
+        return self._mounted if stays else next_adapter(others, self._turns)
 
     async def _serve(self, folder: str | None) -> None:
         if folder != self._mounted:
@@ -130,15 +137,16 @@ class SampleRunner:
                 for request_id, _, _ in self._waiting.pop(folder):
                     await self._finish(request_id, failed(f"its weights cannot be served: {error}", "server"))
                 return
+            self._turns |= dict.fromkeys((request.owner for _, request, _ in self._waiting[folder]), self._mounted_at)
         most = self._job.rollout.max_concurrent * max(1, self._job.rollout.servers)
-        waiting = self._waiting.pop(folder)
+        waiting = in_turns(self._waiting.pop(folder), self._tasks.values())
         room = max(0, most - len(self._tasks))
         if rest := waiting[room:]:
             self._waiting[folder] = rest
-        for request_id, _, call in waiting[:room]:
+        for request_id, request, call in waiting[:room]:
             task = asyncio.create_task(self._answer(request_id, call, folder, self._version), name=request_id)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = request.owner
+            task.add_done_callback(self._tasks.pop)
 
     async def _mount(self, folder: str | None) -> None:
         """Raises `OSError`, `ValueError` for an adapter that cannot be read, `TimeoutError`."""
@@ -241,3 +249,18 @@ class SampleRunner:
         except QueueUnavailable as error:
             logger.warning("the result of sample %s is lost, and made again: %s", request_id, error)
             self._known.discard(request_id)
+
+
+def next_adapter(waiting: Mapping[str | None, Sequence[Waiting]], turns: Mapping[str, float]) -> str | None:
+    """The first adapter of the owner whose turn is longest ago."""
+    return min(waiting, key=lambda folder: min(turns.get(request.owner, 0.0) for _, request, _ in waiting[folder]))
+
+
+def in_turns(waiting: Sequence[Waiting], in_flight: Iterable[str]) -> list[Waiting]:
+    """`waiting` in the order in which places go to them: each to the owner who has the fewest so far. `in_flight`: the
+    owners of those that have a place."""
+    places, ranks = Counter(in_flight), []
+    for _, request, _ in waiting:
+        ranks.append(places[request.owner])
+        places[request.owner] += 1
+    return [one for _, one in sorted(zip(ranks, waiting, strict=True), key=lambda pair: pair[0])]

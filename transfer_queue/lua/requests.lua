@@ -2,16 +2,26 @@
 
 -- part: requests
 -- needs: base
+-- Requests without a result by owner; owners of requests that are due, the one whose turn is next first.
+local WAITING, OWNERS
+
 local function request_key(id)
   return key('service:request:' .. id)
 end
 
+local function ready_key(owner)
+  return key('service:ready:' .. owner)
+end
+
+-- each call:
+WAITING, OWNERS = key('service:waiting'), key('service:owners')
+
 -- script: submit_request
 -- needs: requests
--- ARGV: id, index (of whose numbers), number, digest, 1 if numbers are run in order from 1 without gaps, most that wait,
--- pairs of the request's fields. Returns what happened to it, and the id that the number has.
-local id, number, digest, ordered = ARGV[1], ARGV[3], ARGV[4], ARGV[5] == '1'
-local index = key('service:index:' .. ARGV[2])
+-- ARGV: id, owner, index (of whose numbers), number, digest, 1 if numbers are run in order from 1 without gaps, most that
+-- wait of the index and of the owner, kind, body. Returns what happened to it, and the id that the number has.
+local id, owner, number, digest, ordered = ARGV[1], ARGV[2], ARGV[4], ARGV[5], ARGV[6] == '1'
+local index = key('service:index:' .. ARGV[3])
 local known = call('HGET', index, 'n:' .. number)
 if known then
   local its_id, its_digest = string.match(known, '^(%S+) (%S+)$')
@@ -19,19 +29,24 @@ if known then
 end
 local next = tonumber(call('HGET', index, 'next') or '1')
 if ordered and tonumber(number) < next then return {'old', ''} end
-if tonumber(call('HGET', index, 'waiting') or '0') >= tonumber(ARGV[6]) then return {'full', ''} end
-for i = 7, #ARGV, 2 do call('HSET', request_key(id), ARGV[i], ARGV[i + 1]) end
-call('HSET', request_key(id), 'index', ARGV[2], 'number', number)
+local waiting, done = unpack(call('HMGET', index, 'waiting', 'done'))
+-- The request that a model waits for is always taken: the later ones that fill the bounds wait for it.
+if not (ordered and tonumber(number) == tonumber(done or '0') + 1) then
+  if tonumber(waiting or '0') >= tonumber(ARGV[7]) then return {'full', ''} end
+  if tonumber(call('HGET', WAITING, owner) or '0') >= tonumber(ARGV[8]) then return {'quota', ''} end
+end
+call('HSET', request_key(id), 'owner', owner, 'kind', ARGV[9], 'body', ARGV[10], 'index', ARGV[3], 'number', number)
 call('HSET', index, 'n:' .. number, id .. ' ' .. digest)
 call('HINCRBY', index, 'waiting', 1)
+call('HINCRBY', WAITING, owner, 1)
 if not ordered then
   call('SADD', key('service:open'), id)
   return {'new', id}
 end
 while true do
-  local ready = call('HGET', index, 'n:' .. next)
-  if not ready then break end
-  call('RPUSH', key('service:log'), string.match(ready, '^%S+'))
+  local due = call('HGET', index, 'n:' .. next)
+  if not due then break end
+  if call('RPUSH', ready_key(owner), string.match(due, '^%S+')) == 1 then call('RPUSH', OWNERS, owner) end
   next = next + 1
 end
 call('HSET', index, 'next', next)
@@ -42,29 +57,40 @@ return {'new', id}
 -- ARGV: id, content type, result, retention in ms, then kind, name and text of records. The first result stays. Returns
 -- 1 if this is it.
 local request = request_key(ARGV[1])
-local index, done = unpack(call('HMGET', request, 'index', 'content'))
+local index, done, owner, number = unpack(call('HMGET', request, 'index', 'content', 'owner', 'number'))
 if not index or done then return 0 end
 for i = 5, #ARGV, 3 do
   if ARGV[i + 2] == '' then call('HDEL', key('service:records:' .. ARGV[i]), ARGV[i + 1])
   else call('HSET', key('service:records:' .. ARGV[i]), ARGV[i + 1], ARGV[i + 2]) end
 end
 call('HSET', request, 'content', ARGV[2], 'result', ARGV[3])
-call('HINCRBY', key('service:index:' .. index), 'waiting', -1)
+index = key('service:index:' .. index)
+call('HINCRBY', index, 'waiting', -1)
+call('HINCRBY', WAITING, owner, -1)
 if call('SREM', key('service:open'), ARGV[1]) == 1 then
   call('HDEL', request, 'body')
   call('PEXPIRE', request, ARGV[4])
-  call('PEXPIRE', key('service:index:' .. index), ARGV[4])
+  call('PEXPIRE', index, ARGV[4])
+else
+  call('HSET', index, 'done', number)
 end
 return 1
 
 -- script: read_requests
--- needs: base
--- flags: no-writes
--- ARGV: position, count. Returns the positions of the log's start and end, then ids from `position` on.
-local first = tonumber(call('GET', key('service:first')) or '0')
-local from, last = tonumber(ARGV[1]) - first, first + call('LLEN', key('service:log'))
-if from < 0 then return {first, last} end
-return {first, last, unpack(call('LRANGE', key('service:log'), from, from + tonumber(ARGV[2]) - 1))}
+-- needs: requests
+-- flags: allow-oom
+-- ARGV: position, count. The log grows to `count` requests behind `position`, by one of each owner in turn. Returns the
+-- positions of its start and end, then ids from `position` on.
+local log, first = key('service:log'), tonumber(call('GET', key('service:first')) or '0')
+local from, length = tonumber(ARGV[1]) - first, call('LLEN', log)
+if from < 0 or from > length then return {first, first + length} end
+while length < from + tonumber(ARGV[2]) do
+  local owner = call('LPOP', OWNERS)
+  if not owner then break end
+  length = call('RPUSH', log, call('LPOP', ready_key(owner)))
+  if call('EXISTS', ready_key(owner)) == 1 then call('RPUSH', OWNERS, owner) end
+end
+return {first, first + length, unpack(call('LRANGE', log, from, from + tonumber(ARGV[2]) - 1))}
 
 -- script: trim_requests
 -- needs: requests

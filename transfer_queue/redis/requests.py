@@ -1,7 +1,10 @@
 """Requests of a training service's clients in Redis: an id each, run once, its first result kept for a while.
 
     penstock:{RUN}:service:request:ID      hash: fields of the request; content and result once it is done
-    penstock:{RUN}:service:index:NAME      hash: n:NUMBER → id and digest; of a model also `next`, which is due
+    penstock:{RUN}:service:index:NAME      hash: n:NUMBER → id and digest; of a model also `next`, which is not due yet
+    penstock:{RUN}:service:ready:OWNER     list of an owner's ids that are due
+    penstock:{RUN}:service:owners          list of the owners that have any; the first is the next to have its turn
+    penstock:{RUN}:service:waiting         hash: owner → requests without a result
     penstock:{RUN}:service:log, first      list of ids in the order in which they are run; how many are trimmed
     penstock:{RUN}:service:open            set: ids without an order that have no result
     penstock:{RUN}:service:records:KIND    hash: name → JSON
@@ -26,7 +29,7 @@ KEPT_NUMBERS = 1000
 """Requests of a model that a late repetition still finds, beyond those in the log."""
 RETENTION_S = 24 * 3600.0
 """For how long a result can be fetched."""
-Submission = Literal["new", "known", "other", "old", "full"]
+Submission = Literal["new", "known", "other", "old", "full", "quota"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +74,19 @@ class RequestLog:
     def __init__(self, connection: Connection, keys: Keys) -> None:
         self._connection, self._prefix = connection, keys.index
 
-    async def submit(self, request: ClientRequest, most_waiting: int) -> tuple[Submission, str]:
+    async def submit(self, request: ClientRequest, of_index: int, of_owner: int) -> tuple[Submission, str]:
         """(what happened, the id that the request's number has): ``known`` for a repetition, ``other`` for another
-        request of that number, ``old`` for a number that is forgotten, ``full`` where `most_waiting` have no result."""
+        request of that number, ``old`` for a number that is forgotten. ``full``: `of_index` requests of the index have
+        no result; ``quota``: `of_owner` requests of the owner have none."""
         digest = request.digest or hashlib.sha256(request.kind.encode() + b"\0" + request.body).hexdigest()[:32]
-        where = (request.index, request.number, digest, int(request.ordered), most_waiting)
-        fields = {"owner": request.owner, "kind": request.kind, "body": request.body}
-        flat = [part for item in fields.items() for part in item]
-        how, request_id = await self._script("submit_request", secrets.token_hex(16), *where, *flat)
-        return how.decode(), request_id.decode()
+        where = (request.index, request.number, digest, int(request.ordered), of_index, of_owner)
+        request_id, fields = secrets.token_hex(16), (request.kind, request.body)
+        how, its_id = await self._script("submit_request", request_id, request.owner, *where, *fields)
+        return how.decode(), its_id.decode()
 
     async def read(self, position: int, count: int) -> list[str]:
-        """Ids of the log from `position` on, at most `count`. Raises `LogForgotten`."""
+        """Ids of the log from `position` on, at most `count`. What is due enters the log here, owners in turn. Raises
+        `LogForgotten`."""
         first, end, *ids = await self._script("read_requests", position, count)
         if not first <= position <= end:
             raise LogForgotten(f"the log has requests {first} to {end}, and the newest point is at {position}")
