@@ -4,7 +4,8 @@
     torch thread          every forward, backward, update, copy of weights and collective, one after the other
 
 Step s is trained at version s and publishes version s + 1. After a crash the loop starts at the newest checkpoint and
-trains the recorded batches again, publishing nothing until it is past the newest version.
+trains the recorded batches again, publishing nothing until it is past the newest version. Where that checkpoint is
+behind the commit, because a newer one is damaged, the first of these come from the archive.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
                 await p.announce(step + 1)
                 await p.record(batch, metrics, advantages.tokens)
                 is_due = (step + 1) % job.config.checkpoint_every == 0
-                await p.spiller.begin(batch, frees=not is_due and step + 1 < job.config.steps)
+                if step not in p.saver.replays:  # those are archived, and the queue has freed them
+                    await p.spiller.begin(batch, frees=not is_due and step + 1 < job.config.steps)
                 if is_due:
                     await p.save()
             if job.config.eval_every and (step + 1) % job.config.eval_every == 0:

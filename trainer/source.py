@@ -18,7 +18,8 @@ from penstock.common import Backoff, cancel_and_wait
 from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_cost, share_of, without_greedy
 from penstock.trainer.data.rows import Feeder
 from penstock.trainer.job import TrainJob, needs_of_advantage
-from penstock.transfer_queue import BadPayload, Batch, TransferQueue
+from penstock.trainer.state.checkpoint import Groups
+from penstock.transfer_queue import BadPayload, Batch, Trajectory, TransferQueue
 
 POLL = Backoff(0.02, 0.25)
 REMIND_S = 5.0
@@ -63,6 +64,8 @@ class BatchSource:
         self._task: asyncio.Task[StepBatch] | None = None
         self._step = -1
         self._waiting_since: float | None = None
+        self.replays: dict[int, Groups] = {}
+        """Committed steps that are trained again: they come from the archive."""
         self.last_wait_s = 0.0
         """Seconds that the loop waited in the last `take`."""
 
@@ -102,6 +105,8 @@ class BatchSource:
             await cancel_and_wait([self._task])
 
     async def _fetch(self, step: int) -> StepBatch:
+        if step in self.replays:
+            return await self._read(Batch(step, self.replays[step]))
         batch = await self._lease(step)
         for _ in range(READS):
             try:
@@ -112,7 +117,8 @@ class BatchSource:
 
     async def _read(self, batch: Batch) -> StepBatch:
         costs = None
-        if self._world > 1:
+        is_replay = batch.step in self.replays
+        if self._world > 1 and not is_replay:
             # Every rank asks the queue for the same, and decides alike. Response lengths only: those of prompts differ
             # little, and to know them their ids would have to be moved.
             ids = [episode for group in batch.groups for episode in group]
@@ -126,12 +132,16 @@ class BatchSource:
             costs = [sum(of_episode[episode] for episode in group) for group in batch.groups]
         share = share_of(batch, self._rank, self._world, self._job.config.minibatches, costs)
         ids = [episode for group in share for episode in batch.groups[group]]
-        trajectories = await self._queue.read(ids)
+        trajectories = await (self._archived(batch.step, ids) if is_replay else self._queue.read(ids))
         bound = self._job.limits.max_staleness
         needs = needs_of_advantage(self._job.config)
         make = partial(make_step_batch, has_labels="implicit" in needs)
         step_batch = await asyncio.to_thread(make, batch, share, trajectories, bound, self._model)
         return without_greedy(step_batch) if "greedy" in needs else step_batch
+
+    async def _archived(self, step: int, episodes: Sequence[str]) -> list[Trajectory]:
+        assert self._job.archive is not None
+        return list((await asyncio.to_thread(self._job.archive.read, step, episodes)).values())
 
     async def _without_lost(self, batch: Batch, error: BadPayload) -> Batch:
         """The batch again, without the episodes whose payload is gone for good; every rank finds the same ones.
@@ -156,7 +166,11 @@ class BatchSource:
                 f"step {step}: {problem}. transfer_queue.lost_payloads is strict; to drop and count them and continue: "
                 "penstock run RECIPE --resume transfer_queue.lost_payloads=drop"
             )
-        dropped = await self._queue.drop_lost(step, episodes)
+        if step in self.replays:
+            self.replays[step] = [[one for one in group if one not in episodes] for group in self.replays[step]]
+            dropped = len(episodes)
+        else:
+            dropped = await self._queue.drop_lost(step, episodes)
         logger.error("step %d: %s; %d episodes are dropped from the step", step, problem, dropped)
 
     async def _is_readable(self, episode_id: str) -> bool:

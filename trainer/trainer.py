@@ -267,10 +267,12 @@ class Trainer:
         queue.join_training(epoch)
         self.step = await self.saver.restore()
         if self.ranks.is_rank0:
-            again = await queue.rewind(self.step)
+            committed = max(self.saver.replays, default=self.step - 1) + 1
+            again = len(self.saver.replays) + await queue.rewind(committed)
             logger.info("step %d of %d, %d recorded batches to replay", self.step, self.job.config.steps, again)
         # No rank leases before the queue is rewound.
         await self.in_torch(self.ranks.meet)
+        self.source.replays |= self.saver.replays
         await self.publisher.start(self.step, epoch)
         if self.feeder is not None and self.recorder is not None:
             await queue.commit(self.step)

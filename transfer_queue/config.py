@@ -45,7 +45,9 @@ class TransferQueueConfig(BaseModel):
         None, description="Trained batches go to a folder NAME below this one; None: to the run's folder."
     )
     archive_bytes: int = Field(
-        8 << 30, ge=0, description="Most bytes of committed batches that are archived, the newest ones; 0: none is."
+        8 << 30,
+        ge=0,
+        description="Most bytes of committed batches; those that a kept checkpoint lacks always stay.",
     )
     lost_payloads: Literal["drop", "strict"] = Field(
         "drop", description="A payload of a fixed step is gone: drop and count its episode, or stop the run."

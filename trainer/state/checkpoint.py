@@ -150,6 +150,11 @@ class CheckpointStore:
             shutil.rmtree(path)
         return CheckpointInfo(final, step, data_cursor, ranks, batches)
 
+    @property
+    def oldest_step(self) -> int:
+        """Step of the oldest checkpoint. Raises `ValueError` if there is none."""
+        return int(self._newest_first()[-1].name.removeprefix("step_"))
+
     def newest(self) -> CheckpointInfo | None:
         """The newest whole checkpoint, found by this process alone (several ranks: `restore.newest_whole`). A damaged
         one is logged and set aside under another name, so that it neither counts among those kept nor stands

@@ -7,8 +7,9 @@ Trained trajectories wait for their commit in the archive on the trainer's disk,
     begin(s) ──► the spill before is done? ──► task: archive.append(s, this rank's share) ─► version s + 1 is out? ─►
                  queue.spill(s, its episodes)
 
-So the store holds the payloads of a step or two, however far apart the checkpoints are. After the commit the archive's
-index says which batches the weights of the checkpoint saw.
+So the store holds the payloads of a step or two, however far apart the checkpoints are. Before the commit the archive's
+index says which batches the weights of the checkpoint saw: if it is found damaged, the steps that the one before lacks
+are trained again from there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,10 @@ class Saver(BackgroundWork):
         """Bytes of all ranks' parts of a checkpoint."""
         self._saved = -1
         self.updates_lost = range(0)
-        """Committed steps of which no checkpoint has the update, as `restore` finds out. Rank 0's."""
+        """Committed steps of which no checkpoint has the update, nor the archive the batch, as `restore` finds out.
+        Rank 0's."""
+        self.replays: Mapping[int, Groups] = {}
+        """Committed steps that the restored checkpoint lacks: they are trained again from the archive."""
 
     @property
     def damaged(self) -> int:
@@ -82,6 +86,8 @@ class Saver(BackgroundWork):
     async def restore(self) -> int:
         """Load the newest whole checkpoint; returns the step to continue with, 0 for a fresh run.
 
+        Where the queue has committed later steps, because a newer checkpoint is damaged, it continues with the first
+        of these if the archive has all of them, see `replays`, else after them, see `updates_lost`.
         A queue that is behind the checkpoint is brought forward to it. Raises `NotResumable` where the queue has
         committed steps and no checkpoint is left at all, or is further behind than the checkpoint remembers.
         """
@@ -95,11 +101,12 @@ class Saver(BackgroundWork):
             status = await self._queue.status()
             committed = status.committed_step
             if committed > (checkpoint.step if checkpoint else 0):
-                self.updates_lost = self._lost_updates(checkpoint, committed)
+                await self._behind(checkpoint, committed)
             if checkpoint is not None:
                 await self._catch_up(checkpoint, status)
                 self._recent.update(checkpoint.batches)
-        committed = await self._in_torch(self._ranks.from_rank0, committed)
+                self._recent.update(self.replays)
+        committed, self.replays = await self._in_torch(self._ranks.from_rank0, (committed, self.replays))
         step = max(checkpoint.step, committed) if checkpoint else 0
         if self._ranks.is_rank0 and self._archive is not None:
             await self._rewind(self._archive, step, checkpoint)
@@ -108,7 +115,7 @@ class Saver(BackgroundWork):
         await self._in_torch(self._engine.load, checkpoint.path, checkpoint.ranks)
         self._saved = checkpoint.step
         logger.info("restored %s: step %d", checkpoint.path, checkpoint.step)
-        return step
+        return min(self.replays, default=step)
 
     def remember(self, step: int, groups: Groups) -> None:
         """`step` is trained on these groups: the next checkpoints say so."""
@@ -174,27 +181,36 @@ class Saver(BackgroundWork):
         if self._archive is None:
             return
         try:
-            await asyncio.to_thread(self._archive.commit, checkpoint.step, checkpoint.batches)
+            oldest = self._store.oldest_step
+            await asyncio.to_thread(self._archive.commit, checkpoint.step, checkpoint.batches, oldest)
         except (OSError, BadPayload) as error:
             logger.error("%s: steps below %d are not in the archive: %s", self._archive.folder, checkpoint.step, error)
 
-    def _lost_updates(self, checkpoint: CheckpointInfo | None, committed: int) -> range:
-        """Return the steps whose updates are lost, and log them. Raises `NotResumable`."""
+    async def _behind(self, checkpoint: CheckpointInfo | None, committed: int) -> None:
+        """The checkpoint lacks updates of committed steps: see `replays` and `updates_lost`. Raises `NotResumable`."""
         if checkpoint is None:
             raise NotResumable(
                 f"the queue has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
                 "they learned is gone. Bring the checkpoints back, or start a run with a new name"
             )
-        # Their trajectories are deleted: training them again is impossible, and stopping would gain nothing.
-        logger.error(
-            "the updates of steps %d to %d are lost with the damaged checkpoint; continuing at step %d with the "
-            "weights after step %d",
-            checkpoint.step,
-            committed - 1,
-            committed,
-            checkpoint.step - 1,
-        )
-        return range(checkpoint.step, committed)
+        first, last = checkpoint.step, committed - 1
+        try:
+            if self._archive is None:
+                raise BadPayload("there is no archive")
+            self.replays = await asyncio.to_thread(self._archive.committed, first, committed)
+            logger.warning("steps %d to %d of the damaged checkpoint are trained again from the archive", first, last)
+        except (BadPayload, OSError) as error:
+            # The queue has deleted their trajectories, and stopping would gain nothing.
+            logger.error(
+                "the updates of steps %d to %d are lost with the damaged checkpoint (%s); continuing at step %d with "
+                "the weights after step %d",
+                first,
+                last,
+                error,
+                committed,
+                first - 1,
+            )
+            self.updates_lost = range(first, committed)
 
     async def _finish(self, checkpoint: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
         with self._timeline.during(Track.CHECKPOINT, "checkpoint", checkpoint.step):
@@ -211,8 +227,10 @@ class Saver(BackgroundWork):
                     )
                 # A step counts as trained when its version is out; the queue commits trained steps only.
                 await publisher.until_published(checkpoint.step)
-                await self._queue.commit(checkpoint.step, checkpoint.batches)
+                # First the index: a committed step is in no other place if this checkpoint is found damaged.
+                await self._queue.check_training()
                 await self._index(checkpoint)
+                await self._queue.commit(checkpoint.step, checkpoint.batches)
                 self._recent.committed(checkpoint.step)
 
     @asynccontextmanager

@@ -3,6 +3,7 @@
     append(step, trajectories) ──► batches/STEP-NUMBER-DIGEST.parquet.tmp ─► fsync ─► rename ─► fsync of the folder
     read(step, ids)            ──► the newest file with each, its bytes compared with DIGEST
     commit(step, batches)      ──► index/FIRST.parquet: a row per episode of the steps that the weights saw ─► prune
+    committed(first, last)     ──► the groups of those steps, for a resume whose checkpoint lacks their updates
     rewind(step)               ──► the index forgets `step` and later: they are trained again
 
 A file of batches is written once and never changed; DIGEST is the SHA-256 of its bytes, so a torn or changed file is no
@@ -114,17 +115,18 @@ class Archive:
             trajectories |= zip(here, trajectories_of(read_batches(path), here.values()), strict=True)
         return {name: trajectories[name] for name in names}
 
-    def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]]) -> None:
+    def commit(self, step: int, batches: Mapping[int, Sequence[Sequence[str]]], oldest: int | None = None) -> None:
         """Steps below `step` are in a durable checkpoint, trained on these groups by step: the index has them from now
         on, and the oldest steps go while there are more than `max_bytes`. Twice is a no-op.
 
-        A step of which an episode is missing is not in the index, with a warning. Raises `OSError`.
+        `oldest`: the step of the oldest checkpoint, None: `step`. Steps from there on stay, so that a resume from it
+        loses no update. A step of which an episode is missing is not in the index, with a warning. Raises `OSError`.
         """
         path = max(self._segment_paths(), default=None)
         newest = INDEX.empty_table() if path is None else _parsed(path, path.read_bytes())
         indexed = max(self._committed - 1, *newest["step"].to_pylist()[-1:], -1)
         tables = []
-        for number in sorted(batches) if self._max_bytes else []:
+        for number in sorted(batches):
             if indexed < number < step:
                 try:
                     tables.append(self._rows_of(number, batches[number]))
@@ -141,7 +143,7 @@ class Archive:
             self._contents = {
                 path: one for path, one in self._contents.items() if path.exists() and _step(path) >= step
             }
-        self.prune(self._bound(), step)
+        self.prune(self._bound(), step if oldest is None else min(step, oldest))
 
     def rewind(self, step: int, lost: Collection[int] = ()) -> None:
         """Steps from `step` on are trained again, and the updates of the `lost` ones are not in the weights: the index
@@ -179,15 +181,29 @@ class Archive:
     def batches(self, first: int, last: int) -> dict[int, list[list[str]]]:
         """Groups of each step from `first` to before `last`: of the index, or of the files where the step is in no
         checkpoint yet. Raises `BadPayload` naming a step that is not there."""
+        batches = self._indexed(first, last)
+        for step in range(first, last):
+            if step not in batches:
+                batches[step] = self._uncommitted(step)
+        return batches
+
+    def committed(self, first: int, last: int) -> dict[int, list[list[str]]]:
+        """Groups of each step from `first` to before `last`, of the index alone: what the weights were trained on.
+        Raises `BadPayload` naming a step that is not in it, or an episode whose file is lost or damaged."""
+        batches = self._indexed(first, last)
+        for step in range(first, last):
+            if step not in batches:
+                raise BadPayload(f"step {step} is not in the index")
+            self._find(step, [episode for group in batches[step] for episode in group])
+        return batches
+
+    def _indexed(self, first: int, last: int) -> dict[int, list[list[str]]]:
         batches: dict[int, list[list[str]]] = {}
         for row in self.index().select(["step", "group", "episode"]).to_pylist():
             if first <= row["step"] < last:
                 groups = batches.setdefault(row["step"], [])
                 groups += [[] for _ in range(row["group"] + 1 - len(groups))]
                 groups[row["group"]].append(row["episode"])
-        for step in range(first, last):
-            if step not in batches:
-                batches[step] = self._uncommitted(step)
         return batches
 
     def _uncommitted(self, step: int) -> list[list[str]]:
