@@ -26,6 +26,8 @@ from penstock.rollout_server.engines.http.server_process import Installation, Pr
 from penstock.rollout_server.protocol import EngineError
 
 logger = logging.getLogger(__name__)
+HELP_S = 400.0
+"""`--help` imports everything that the server is made of, perhaps on a busy machine."""
 ONLINE = ("fp8",)
 """Quantisations that engines compute from unquantised weights, at a start and at each update."""
 
@@ -112,8 +114,7 @@ async def _help(command: Sequence[str]) -> str:
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        # `--help` imports everything that the server is made of, perhaps on a busy machine.
-        async with asyncio.timeout(180.0):
+        async with asyncio.timeout(HELP_S):
             output, _ = await process.communicate()
     except TimeoutError:
         return ""

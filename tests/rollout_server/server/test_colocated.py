@@ -35,7 +35,8 @@ def holding(queue: RunQueue) -> list[str]:
 
 
 def settings(level: int = 1) -> TurnSettings:
-    return TurnSettings(BUDGET, sleep_level=level, hand_over_s=PATIENCE_S)  # type: ignore[arg-type]
+    """No side counts as dead that a busy machine kept from renewing its turn for a while."""
+    return TurnSettings(BUDGET, ttl_s=PATIENCE_S, sleep_level=level, hand_over_s=PATIENCE_S)  # type: ignore[arg-type]
 
 
 @asynccontextmanager

@@ -137,20 +137,21 @@ async def test_an_engine_that_can_never_start_is_not_started_again(queue: RunQue
 
 
 @pytest.mark.parametrize("how", ["route", "cancel"])
-async def test_drain_lets_requests_end_then_the_server(server: RunningServer, how: str) -> None:
-    asking = asyncio.create_task(server.post(body(300)))
-    await server.until(lambda: server.engine.running == 1)
-    if how == "route":
-        assert (await server.post(None, "/drain")).status_code == 202
-    else:
-        server.task.cancel()
-    await server.until(lambda: "s0" not in server.queue.registered)
-    assert (await server.post(body())).status_code == 503
-    ids, _, reason = answer_of(await asking)
-    assert (len(ids), reason) == (300, "length")
-    await asyncio.wait({server.task}, timeout=60)
-    assert server.task.cancelled() == (how == "cancel")
-    assert not await server.engine.healthy()
+async def test_drain_lets_requests_end_then_the_server(queue: RunQueue, tmp_path: Path, how: str) -> None:
+    async with rollout_server(queue, tmp_path, drain_s=60.0) as server:
+        asking = asyncio.create_task(server.post(body(300)))
+        await server.until(lambda: server.engine.running == 1)
+        if how == "route":
+            assert (await server.post(None, "/drain")).status_code == 202
+        else:
+            server.task.cancel()
+        await server.until(lambda: "s0" not in server.queue.registered)
+        assert (await server.post(body())).status_code == 503
+        ids, _, reason = answer_of(await asking)
+        assert (len(ids), reason) == (300, "length")
+        await asyncio.wait({server.task}, timeout=60)
+        assert server.task.cancelled() == (how == "cancel")
+        assert not await server.engine.healthy()
 
 
 class Echo:
