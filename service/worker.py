@@ -14,6 +14,7 @@ import logging
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -86,8 +87,8 @@ class RequestRunner:
         self._job, self._models, self._requests, self._in_torch = job, models, requests, in_torch
         self._position = 0
         """Requests of the log that are in the models."""
-        self._steps = 0
-        """Optimizer steps since the newest point."""
+        self._steps: Counter[str] = Counter()
+        """Optimizer steps of each model since the newest point."""
         self._is_stopping = False
         self._kinds: Mapping[str, Callable[[ClientRequest, str], Awaitable[Outcome]]] = {
             "create_model": self._create,
@@ -156,7 +157,7 @@ class RequestRunner:
         await self._finish(request_id, outcome)
         if outcome.is_point_due:
             await self._requests.trim(self._position)
-        elif self._steps >= self._job.config.checkpoint_every:
+        elif self._steps[_model_of(request)] >= self._job.config.checkpoint_every:
             await self._write_point()
             await self._requests.trim(self._position)
 
@@ -191,7 +192,7 @@ class RequestRunner:
 
     async def _write_point(self, note: Mapping[str, Any] | None = None) -> None:
         await self._in_torch(self._models.write_point, self._points, self._position, note)
-        self._steps = 0
+        self._steps.clear()
 
     # kinds ---------------------------------------------------------------------------------------------------------
     async def _create(self, request: ClientRequest, request_id: str) -> Outcome:
@@ -244,7 +245,7 @@ class RequestRunner:
         settings = AdamSettings(adam.learning_rate, betas, adam.eps, adam.weight_decay, adam.grad_clip_norm)
         metrics = await self._in_torch(self._models.step, call.model_id, settings)
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no other numbers
-        self._steps += 1
+        self._steps[call.model_id] += 1
         return Outcome(succeeded(metrics=metrics, type="optim_step"))
 
     async def _save(self, body: type[Any], kind: PathKind, request: ClientRequest, request_id: str) -> Outcome:

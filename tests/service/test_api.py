@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import numpy as np
@@ -243,6 +244,25 @@ async def test_a_poll_is_held_and_then_asked_again(service: Service, ranks: Rank
     poll = asyncio.create_task(client.result(request))
     await service.start_trainer(ranks)
     assert (await poll).metrics["loss:sum"] > 0
+
+
+async def test_steps_of_other_models_make_no_point(service: Service, client: Client) -> None:
+    """A point writes every model that has changed: counted together, eight models would each be written after a few of
+    their own steps."""
+    one, other = await client.model(), await client.model()
+
+    async def point_after(model: str, number: int) -> int:
+        """The newest point's position when the model's request before `number` is done."""
+        await client.result(await client.forward(model, number, only=True))
+        position: int = json.loads((service.folder / "points" / "index.json").read_text())["position"]
+        return position
+
+    for number in (1, 2):
+        for model in (one, other):
+            await client.step(model, number)
+    assert await point_after(other, 3) == 2
+    await client.step(one, 3)  # its third: `checkpoint_every`
+    assert await point_after(one, 4) == 8
 
 
 @pytest.mark.parametrize("killed_after", [0, 2, 5, 7])
