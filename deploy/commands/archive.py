@@ -28,7 +28,14 @@ Where = Annotated[
 ]
 RUNS = Path("runs")
 COMPARISONS = {"<=": "less_equal", ">=": "greater_equal", "=": "equal", "<": "less", ">": "greater"}
-SUMS = (("reward", "mean"), ("reward", "min"), ("reward", "max"), ("tokens", "sum"), ("oldest_version", "min"))
+SUMS = (
+    ("reward", "mean"),
+    ("reward", "min"),
+    ("reward", "max"),
+    ("tokens", "sum"),
+    ("oldest_version", "min"),
+    ("learned", "min"),
+)
 
 
 @app.command("ls")
@@ -44,11 +51,13 @@ def list_batches(
 ) -> None:
     """One line per step, or per value of another column: episodes, rewards, sampled tokens, oldest version.
 
+    `learned` is 0 where no checkpoint has the step: it is newer than the last one, or the run diverged at it.
+
     Examples: penstock archive ls calculator
     penstock archive ls calculator --by episode --where step=12 --where "reward<0.5"
     """
     with user_errors(BadPayload):
-        rows = chosen(opened(run, runs_dir).index(), where or [])
+        rows = chosen(listed(opened(run, runs_dir)), where or [])
         if by not in rows.column_names:
             raise ConfigError(f"--by {by}: no column of the index; one of {', '.join(rows.column_names)}")
     table = rows.group_by([by], use_threads=False).aggregate([("row", "count"), *(one for one in SUMS if one[0] != by)])
@@ -80,7 +89,8 @@ def show(
         print(json.dumps(record))
         return
     outcome = " ".join(filter(None, record["outcome"].values()))
-    print(f"{episode}  step {record['step']}  reward {record['reward']}  {outcome}")
+    learned = "" if record["learned"] else "  in no checkpoint: not learned"
+    print(f"{episode}  step {record['step']}  reward {record['reward']}  {outcome}{learned}")
     for segment in record["segments"]:
         print(f"── prompt, {segment['prompt_tokens']} tokens\n{segment['prompt']}")
         for part in segment["runs"]:
@@ -101,7 +111,7 @@ def export(
     Example: penstock archive export calculator best --where "reward>=1" && penstock sft RECIPE sft.runs=best
     """
     with user_errors(BadPayload):
-        episodes = records(run, runs_dir, where or [])
+        episodes = records(run, runs_dir, [*(where or []), "learned=1"])
     folder = out / "trajectories"
     folder.mkdir(parents=True, exist_ok=True)
     by_step: dict[int, list[dict[str, Any]]] = {}
@@ -153,6 +163,16 @@ def opened(run: str, runs_dir: Path) -> Archive:
     return archive_of(load_config(folder_of_run(run, runs_dir) / RUN_FILE, with_tasks=False))
 
 
+def listed(archive: Archive) -> pa.Table:
+    """Return the index and what is archived after it, with the column `learned`. Raises `BadPayload`."""
+    import pyarrow as pa
+
+    tables = (archive.pending(), archive.index())
+    return pa.concat_tables(
+        [table.append_column("learned", pa.array([n] * len(table), pa.int8())) for n, table in enumerate(tables)][::-1]
+    )
+
+
 def chosen(index: pa.Table, where: Sequence[str]) -> pa.Table:
     """Return the rows for which every condition of `where` holds. Raises `ConfigError`."""
     for condition in where:
@@ -183,9 +203,11 @@ def records(run: str, runs_dir: Path, where: Sequence[str]) -> list[dict[str, An
 
     archive = opened(run, runs_dir)
     tokenizer = load_tokenizer(load_config(folder_of_run(run, runs_dir) / RUN_FILE, with_tasks=False).model)
-    episodes = chosen(archive.index(), where).select(["step", "episode"]).to_pylist()
+    rows = chosen(listed(archive), where)
+    learned = dict(zip(rows["step"].to_pylist(), rows["learned"].to_pylist(), strict=True))
+    episodes = rows.select(["step", "episode"]).to_pylist()
     return [
-        {"step": step, **readable_trajectory(trajectory, None, tokenizer)}
+        {"step": step, "learned": learned[step], **readable_trajectory(trajectory, None, tokenizer)}
         for step, trajectory in _read(archive, episodes)
     ]
 

@@ -59,6 +59,18 @@ def test_ls_sums_up_by_any_column_and_takes_conditions(folder: Path) -> None:
     assert [line.split()[0] for line in ask("ls", folder, *words).stdout.splitlines()[1:]] == ["train/1#0", "train/2#0"]
 
 
+def test_a_step_after_the_index_is_named_as_not_learned(folder: Path, tmp_path: Path) -> None:
+    Archive(folder / "archive").append(3, [episode("train/3#0", 1.0, 3)])
+    steps = json.loads(ask("ls", folder, "--json").stdout)
+    assert [(one["step"], one["learned_min"]) for one in steps] == [(0, 1), (1, 1), (2, 1), (3, 0)]
+    assert (
+        "train/3#0  step 3  reward 1.0  completed  in no checkpoint: not learned"
+        in ask("show", folder, "train/3#0").stdout
+    )
+    assert len(ask("ls", folder, "--where", "learned=0").stdout.splitlines()) == 2
+    assert "6 episodes of 3 steps" in ask("export", folder, str(tmp_path / "out")).stdout
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
