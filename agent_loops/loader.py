@@ -18,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+import penstock
 from penstock.agent_loops.errors import LoadError
 from penstock.common import USERS_FAULTS, nearest
 
@@ -44,12 +45,18 @@ def load_object(spec: str, recipe_dir: Path) -> Any:
     return getattr(module, name)
 
 
+def search_folders(path: str, *folders: Path) -> tuple[Path, ...]:
+    """Return the folders in which to look for a relative path: `folders`, then Penstock's own for ``recipes/…``."""
+    return (*folders, Path(penstock.__file__).parent) if path.startswith("recipes/") else folders
+
+
 def load_file(path: str, recipe_dir: Path) -> ModuleType:
     """Load a file once per process. Its folder joins the import path, so that it can import modules of that folder.
 
-    The file is searched in the folder of the recipe, then in the current directory. Raises `LoadError`.
+    The file is searched in the folder of the recipe, in the current directory and, if it is one of ``recipes/``, in
+    Penstock itself. Raises `LoadError`.
     """
-    candidates = [(folder / path).resolve() for folder in (recipe_dir, Path.cwd())]
+    candidates = [(folder / path).resolve() for folder in search_folders(path, recipe_dir, Path.cwd())]
     path_of_file = next((file for file in candidates if file.is_file()), None)
     if path_of_file is None:
         raise LoadError(f"no file {path!r}; looked at {' and '.join(str(file) for file in dict.fromkeys(candidates))}")

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import ErrorDetails
 
 import penstock
-from penstock.agent_loops import AgentConfig
+from penstock.agent_loops import AgentConfig, search_folders
 from penstock.common.registry import nearest
 from penstock.dashboard import DashboardConfig
 from penstock.datasets import HARBOR
@@ -380,7 +380,7 @@ def _resolve_path(text: str, roots: Sequence[Path]) -> str:
     if text.startswith(HARBOR):
         return HARBOR + _resolve_path(text.removeprefix(HARBOR), roots)
     file, colon, name = text.partition(":") if ".py:" in text else (text, "", "")
-    for root in [*roots, *([RECIPES.parent] if text.startswith("recipes/") else [])]:
+    for root in search_folders(text, *roots):
         if file and (root / file).exists():
             return f"{(root / file).resolve()}{colon}{name}"
         if file.startswith("/") and (copy := root / CODE / file[1:]).exists():

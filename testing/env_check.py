@@ -31,6 +31,7 @@ from penstock.agent_loops import (
     WorkerStopped,
     build_services,
     run_worker,
+    search_folders,
 )
 from penstock.agent_loops.chat import chat_of
 from penstock.common import USERS_FAULTS, describe_error
@@ -222,6 +223,8 @@ async def try_loop(
         AgentError, SandboxError: as a worker does at its start.
         InfraFailure: the episode failed, with the cause.
     """
+    folders = [folder / model for folder in search_folders(model, Path())]
+    model = next((str(folder) for folder in folders if folder.is_dir()), model)
     queue, client = MemoryTransferQueue(), FakeClient(lambda context: [])
     run = RunContext(queue, model, recipe_dir=recipe_dir)
     job = WorkerJob("trial", run, AgentConfig(loop=loop, **agent), client, list(tools))

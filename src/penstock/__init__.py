@@ -1,3 +1,3 @@
 """Penstock: asynchronous, disaggregated reinforcement learning for agents that use tools."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -75,3 +75,11 @@ def test_a_file_that_another_thread_is_executing_is_waited_for(tmp_path, monkeyp
         wait([second], timeout=0.3)
         go.set()
         assert (first.result(60), second.result(60)) == (1, 1)
+
+
+def test_load_object_reads_a_shipped_recipes_file_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_object("recipes/own_loop/agent.py:MyAgent", tmp_path).__name__ == "MyAgent"
+    (tmp_path / "recipes/own_loop").mkdir(parents=True)
+    (tmp_path / "recipes/own_loop/agent.py").write_text("MyAgent = 'own'\n")
+    assert load_object("recipes/own_loop/agent.py:MyAgent", tmp_path) == "own"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.agent_loops import AgentConfig, LoadError, WorkerStopped
-from penstock.testing import SPLIT, EpisodeState, check_env
+from penstock.testing import SPLIT, EpisodeState, check_env, try_loop
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import Task
 
@@ -116,3 +116,16 @@ async def test_env_check_stops_without_progress(recipe_dir: Path, monkeypatch: p
     monkeypatch.setattr("penstock.testing.env_check.ScriptedClient.generate", hang)
     with pytest.raises(WorkerStopped, match="0 of 1 episodes ended"):
         await play(recipe_dir, honest, 1, slack_s=-659.5, episode_deadline_s=600, rewards={"timeout_s": 60.0})
+
+
+async def test_try_loop_takes_a_shipped_model_from_any_folder(recipe_dir, monkeypatch):
+    monkeypatch.chdir(recipe_dir)
+    trajectory = await try_loop(
+        "single_turn",
+        tasks(4)[0],
+        model="recipes/calculator/model",
+        says=["8"],
+        recipe_dir=recipe_dir,
+        reward="judge.py:compute_score",
+    )
+    assert trajectory.reward == 1.0

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import penstock
 from penstock.deploy import RunConnection, app
 from penstock.deploy.run.connection import INTERACTIVE
 from penstock.transfer_queue import (
@@ -79,9 +79,7 @@ async def invoke(*words: str, code: int = 0) -> Result:
 
 
 async def test_version_is_that_of_the_project() -> None:
-    with (Path(__file__).parents[3] / "pyproject.toml").open("rb") as file:
-        version = tomllib.load(file)["project"]["version"]
-    assert (await invoke("--version")).stdout == f"penstock {version}\n"
+    assert (await invoke("--version")).stdout == f"penstock {penstock.__version__}\n"
 
 
 @pytest.mark.redis
