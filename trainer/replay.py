@@ -15,9 +15,9 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,8 +30,7 @@ from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage, threads_h
 from penstock.trainer.learner import Learner
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.source import BatchSource
-from penstock.trainer.state.checkpoint import Groups, read_whole
-from penstock.transfer_queue import Batch, FieldValues, Trajectory, TransferQueue, fields_of
+from penstock.trainer.state.checkpoint import read_whole
 
 if TYPE_CHECKING:
     from penstock.transfer_queue import Archive
@@ -65,26 +64,6 @@ class ReplayJob:
         return self.job.config == self.of_run.config
 
 
-class ArchivedBatches:
-    """The part of `TransferQueue` that a `BatchSource` reads from."""
-
-    def __init__(self, archive: Archive, batches: Mapping[int, Groups]) -> None:
-        self._archive, self._batches = archive, batches
-        self._step_of = {name: step for step, groups in batches.items() for group in groups for name in group}
-
-    async def lease_batch(self, step: int) -> Batch:
-        return Batch(step, self._batches[step])
-
-    async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
-        if not episode_ids:
-            return []
-        step = self._step_of[episode_ids[0]]  # a batch is of one step
-        return list((await asyncio.to_thread(self._archive.read, step, episode_ids)).values())
-
-    async def get(self, episode_ids: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
-        return [fields_of(one, fields) for one in await self.read(episode_ids)]
-
-
 def check_replay(replay: ReplayJob) -> None:
     """Raises `BadJob` for a change that the archived batches cannot serve, `BadPayload` for steps that are not there,
     and what `check_job` raises."""
@@ -93,6 +72,8 @@ def check_replay(replay: ReplayJob) -> None:
     if not replay.first < replay.last:
         raise BadJob(f"--from {replay.first} --to {replay.last}: there is no step between them")
     replay.archive.batches(replay.first, replay.last)
+    if replay.last > job.config.steps:
+        raise BadJob(f"trainer.steps is {job.config.steps}, and --to {replay.last} is after them")
     if replay.is_unchanged:
         return
     if job.config.correction is None:
@@ -135,7 +116,10 @@ async def replay_steps(replay: ReplayJob) -> dict[str, Any]:
         engine = await in_torch(ENGINES.get(job.config.engine), job, ranks)
         if start is not None:
             await _load(start, engine, in_torch)
-        source = _source_of(replay, batches, engine, ranks)
+        source = BatchSource(
+            replace(job, archive=replay.archive), None, engine.limits, ranks.data.rank, ranks.data.world
+        )
+        source.replays |= batches
         stack.push_async_callback(source.close)
         lines = await _train(replay, in_torch, Learner(job.config, engine, ranks.data), source, ranks)
         result: dict[str, Any] = {"first": replay.first, "last": replay.last, **_summary(replay, lines)}
@@ -156,11 +140,6 @@ async def _load(checkpoint: Path, engine: Engine, in_torch: TorchThread) -> None
     except (OSError, ValueError) as error:
         raise BadJob(f"{checkpoint} is damaged: {error}. Replay from another checkpoint") from error
     await in_torch(engine.load, info.path, info.ranks)
-
-
-def _source_of(replay: ReplayJob, batches: Mapping[int, Groups], engine: Engine, ranks: Ranks) -> BatchSource:
-    queue = cast(TransferQueue, ArchivedBatches(replay.archive, batches))
-    return BatchSource(replay.job, None, engine.limits, ranks.data.rank, ranks.data.world, queue=queue)
 
 
 async def _train(

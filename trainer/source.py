@@ -19,7 +19,7 @@ from penstock.trainer.batch import ModelLimits, StepBatch, make_step_batch, row_
 from penstock.trainer.data.rows import Feeder
 from penstock.trainer.job import TrainJob, needs_of_advantage
 from penstock.trainer.state.checkpoint import Groups
-from penstock.transfer_queue import BadPayload, Batch, Trajectory, TransferQueue
+from penstock.transfer_queue import BadPayload, Batch, FieldValues, Trajectory, fields_of
 
 POLL = Backoff(0.02, 0.25)
 REMIND_S = 5.0
@@ -51,11 +51,9 @@ class BatchSource:
         world: int,
         *,
         remind: Callable[[], Awaitable[None]] | None = None,
-        queue: TransferQueue | None = None,
     ) -> None:
-        """`remind` is awaited now and then while a batch is waited for: the queue may have forgotten the weights.
-        `queue`: in place of the run's."""
-        self._job, self._queue = job, queue or job.run.queue
+        """`remind` is awaited now and then while a batch is waited for: the queue may have forgotten the weights."""
+        self._job, self._queue = job, job.run.queue
         self._feeder = feeder
         self._model = model
         self._rank = rank
@@ -117,8 +115,7 @@ class BatchSource:
 
     async def _read(self, batch: Batch) -> StepBatch:
         costs = None
-        is_replay = batch.step in self.replays
-        if self._world > 1 and not is_replay:
+        if self._world > 1:
             # Every rank asks the queue for the same, and decides alike. Response lengths only: those of prompts differ
             # little, and to know them their ids would have to be moved.
             ids = [episode for group in batch.groups for episode in group]
@@ -127,17 +124,23 @@ class BatchSource:
                     row_cost(int(segment["version_spans"][:, 2].max(initial=0)), self._model.width)
                     for segment in one.segments
                 )
-                for one in await self._queue.get(ids, ["version_spans"])
+                for one in await self._get(batch.step, ids, ["version_spans"])
             }
             costs = [sum(of_episode[episode] for episode in group) for group in batch.groups]
         share = share_of(batch, self._rank, self._world, self._job.config.minibatches, costs)
         ids = [episode for group in share for episode in batch.groups[group]]
+        is_replay = batch.step in self.replays
         trajectories = await (self._archived(batch.step, ids) if is_replay else self._queue.read(ids))
         bound = self._job.limits.max_staleness
         needs = needs_of_advantage(self._job.config)
         make = partial(make_step_batch, has_labels="implicit" in needs)
         step_batch = await asyncio.to_thread(make, batch, share, trajectories, bound, self._model)
         return without_greedy(step_batch) if "greedy" in needs else step_batch
+
+    async def _get(self, step: int, episodes: Sequence[str], fields: Sequence[str]) -> list[FieldValues]:
+        if step not in self.replays:
+            return await self._queue.get(episodes, fields)
+        return [fields_of(one, fields) for one in await self._archived(step, episodes)]
 
     async def _archived(self, step: int, episodes: Sequence[str]) -> list[Trajectory]:
         assert self._job.archive is not None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from trainer_support import ProducingQueue, make_job
+from trainer_support import VOCAB, ProducingQueue, make_job
 
 from penstock.trainer import ModelLimits
 from penstock.trainer.source import BatchSource
@@ -34,3 +34,20 @@ async def test_one_task_waits_for_a_step_after_episodes_left_it(tmp_path: Path) 
     assert await source.take(0, stop) is None
     assert sum(task.get_name() == "batch of step 0" for task in asyncio.all_tasks()) == 1
     await source.close()
+
+
+async def test_ranks_share_a_step_of_the_archive_as_they_shared_it_from_the_queue(tmp_path: Path) -> None:
+    """Sums over other rows differ in their last bits."""
+    queue = ProducingQueue(Limits(group_size=4, groups_per_step=8, max_staleness=0))
+    queue.twin = True
+    job, stop = make_job(tmp_path, "model", queue=queue, archives=True), asyncio.Event()
+    assert job.archive is not None
+    limits = ModelLimits(64, VOCAB, 16, None, None)
+    first = await BatchSource(job, None, limits, 1, 2).take(0, stop)
+    job.archive.append(0, await queue.read([name for group in queue.steps[0] for name in group]))
+    source = BatchSource(job, None, limits, 1, 2)
+    source.replays = {0: queue.steps[0]}
+    again = await source.take(0, stop)
+    assert first is not None
+    assert again is not None
+    assert [one.episode_id for one in again.trajectories] == [one.episode_id for one in first.trajectories]
