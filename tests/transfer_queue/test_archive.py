@@ -183,6 +183,17 @@ def test_the_oldest_steps_go_first_and_uncommitted_ones_stay(archive: Archive) -
     assert list(archive.read(5, names(5))) == names(5)
 
 
+def test_a_file_that_another_process_deletes_meanwhile_is_passed_over(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(archive, 3, committed=2)
+    listing = list(archive.files())
+    path_of(archive, 0).unlink()
+    monkeypatch.setattr(archive, "files", lambda: iter(listing))
+    archive.commit(3, {2: groups_of(2)})
+    assert archive.prune(0) == [1, 2]
+
+
 def test_without_room_committed_batches_are_not_kept(tmp_path: Path) -> None:
     archive = filled(Archive(tmp_path / "archive"), 3, committed=2)
     assert (archive.steps(), indexed(archive)) == ([2], {})

@@ -19,6 +19,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -157,17 +158,16 @@ class Archive:
     def prune(self, max_bytes: int, below: int | None = None) -> list[int]:
         """Delete the oldest steps until the archive has at most `max_bytes`; only steps below `below`, None: those in
         the index. Returns the steps."""
-        files = sorted(self.files(), key=lambda file: file.step)
-        size = {file.path: file.path.stat().st_size for file in files}
+        sizes = self._sizes()
         last = self.index().column("step").to_pylist()[-1:] if below is None else [below - 1]
-        left, gone = sum(size.values()), set[int]()
-        for file in files:
+        left, gone = sum(sizes.values()), set[int]()
+        for file in sorted(sizes, key=lambda file: file.step):
             if last and file.step <= last[0] and (file.step in gone or left > max_bytes):
                 gone.add(file.step)
-                left -= size[file.path]
+                left -= sizes[file]
         if gone:
             self._keep_in_index(lambda number: number not in gone)
-        for file in files:
+        for file in sizes:
             if file.step in gone:
                 file.path.unlink(missing_ok=True)
         return sorted(gone)
@@ -261,8 +261,16 @@ class Archive:
         """`max_bytes`, or half of what the disk has for it if that is less: checkpoints need room too."""
         if not self._batches.is_dir():
             return self._max_bytes
-        own = sum(file.path.stat().st_size for file in self.files())
-        return min(self._max_bytes, (own + shutil.disk_usage(self.folder).free) // 2)
+        return min(self._max_bytes, (sum(self._sizes().values()) + shutil.disk_usage(self.folder).free) // 2)
+
+    def _sizes(self) -> dict[BatchFile, int]:
+        """Bytes of each file; another process may delete some meanwhile: `penstock archive prune`, or the next life of
+        a trainer that a fence is about to stop."""
+        sizes = dict[BatchFile, int]()
+        for file in self.files():
+            with suppress(FileNotFoundError):
+                sizes[file] = file.path.stat().st_size
+        return sizes
 
     def _make_folders(self) -> None:
         if self._batches.is_dir() and self._index.is_dir():

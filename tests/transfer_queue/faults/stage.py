@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +307,9 @@ class Process:
         """False where it has ended already."""
         if self._process.returncode is not None:
             return False
-        self._process.send_signal(number)
+        # `send_signal` would reap one that has ended meanwhile, and asyncio would report 255 as its exit code.
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
         return True
 
     async def end(self) -> None:
