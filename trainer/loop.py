@@ -17,6 +17,7 @@ from penstock.trainer.checks import check_job
 from penstock.trainer.job import TrainJob
 from penstock.trainer.ranks.preemption import StepAbandoned
 from penstock.trainer.state.checkpoint import CheckpointFailed, NotSaved
+from penstock.trainer.stopping import TrainingDiverged
 from penstock.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,11 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
                 except StepAbandoned:
                     await p.give_up(step)
                     break
+                except TrainingDiverged:
+                    # In no checkpoint, so the index never has it: not learned.
+                    await p.spiller.begin(batch, frees=False)
+                    await p.spiller.settle()
+                    raise
                 await p.announce(step + 1)
                 await p.record(batch, metrics, advantages.tokens)
                 is_due = (step + 1) % job.config.checkpoint_every == 0

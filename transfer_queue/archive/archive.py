@@ -178,6 +178,13 @@ class Archive:
             [INDEX.empty_table(), *(_parsed(one, one.read_bytes()) for one in self._segment_paths())]
         )
 
+    def pending(self) -> pa.Table:
+        """Episodes of the steps after the index, as the index has them: in no checkpoint yet, or never learned because
+        the run ended at their step. Raises `BadPayload`."""
+        last = max(self.index()["step"].to_pylist(), default=-1)
+        steps = [step for step in self.steps() if step > last]
+        return pa.concat_tables([INDEX.empty_table(), *(self._rows_of(one, self._uncommitted(one)) for one in steps)])
+
     def batches(self, first: int, last: int) -> dict[int, list[list[str]]]:
         """Groups of each step from `first` to before `last`: of the index, or of the files where the step is in no
         checkpoint yet. Raises `BadPayload` naming a step that is not there."""
