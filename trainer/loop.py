@@ -80,9 +80,7 @@ async def _train(job: TrainJob, stop: asyncio.Event) -> None:
                     await p.give_up(step)
                     break
                 except TrainingDiverged:
-                    # In no checkpoint, so the index never has it: not learned.
-                    await p.spiller.begin(batch, frees=False)
-                    await p.spiller.settle()
+                    await p.keep(batch)
                     raise
                 await p.announce(step + 1)
                 await p.record(batch, metrics, advantages.tokens)

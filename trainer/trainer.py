@@ -218,6 +218,11 @@ class Trainer:
             await self.spiller.settle()
             await self.saver.save(self.step, self.feeder.cursor if self.feeder else DataCursor(), self.publisher)
 
+    async def keep(self, batch: StepBatch) -> None:
+        """All ranks diverged at `batch`: it is archived, and as no checkpoint has it, the index says: not learned."""
+        await self.spiller.keep(batch)
+        await self.in_torch(self.ranks.meet)  # the first rank that ends takes the others along
+
     async def give_up(self, step: int) -> None:
         """The trainer received a stop, and `step` has changed nothing: save what was trained before."""
         logger.info("stop requested: step %d is given up before it changed a weight, its batch stays the queue's", step)

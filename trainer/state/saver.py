@@ -272,6 +272,11 @@ class Spiller(BackgroundWork):
             work = self._spill(self._archive, batch.step, batch.trajectories, frees)
             self._task = asyncio.create_task(work, name=f"spill step {batch.step}")
 
+    async def keep(self, batch: StepBatch) -> None:
+        """Archive the batch that the run ends with, whatever is under way. The queue does not free it."""
+        if self._archive is not None:
+            await self._spill(self._archive, batch.step, batch.trajectories, frees=False)
+
     async def _spill(self, archive: Archive, step: int, trajectories: Sequence[Trajectory], frees: bool) -> None:
         async with asyncio.timeout(SPILL_TIMEOUT_S):
             await self._queue.check_training()  # the archive may be another trainer's by now
