@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from penstock.transfer_queue import Record, RequestLog
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 """The name of a checkpoint: a part of a path, so it has no slash and does not begin with a dot."""
@@ -149,8 +151,34 @@ class SamplingSession(Body):
 
 
 # records -----------------------------------------------------------------------------------------------------------
-class SessionRecord(Body):
+class Owned(Body):
+    """A record of something that a key has made."""
+
+    KIND: ClassVar[str]
     owner: str
+
+    def record(self, name: str) -> Record:
+        return Record(self.KIND, name, self.model_dump_json())
+
+    @classmethod
+    async def read(cls, requests: RequestLog, name: str) -> Self | None:
+        """None if there is none."""
+        text = await requests.record(cls.KIND, name)
+        return None if text is None else cls.model_validate_json(text)
+
+    @classmethod
+    async def read_all(cls, requests: RequestLog) -> dict[str, Self]:
+        """Return all of the kind by name."""
+        texts = await requests.records(cls.KIND)
+        return {name: cls.model_validate_json(text) for name, text in texts.items()}
+
+    @classmethod
+    async def remove(cls, requests: RequestLog, name: str) -> None:
+        await requests.put(Record(cls.KIND, name, ""))
+
+
+class SessionRecord(Owned):
+    KIND = "session"
     created: float
     seen: float
     """The time of the last heartbeat."""
@@ -158,10 +186,10 @@ class SessionRecord(Body):
     user_metadata: dict[str, Any] | None = None
 
 
-class RunRecord(Body):
+class RunRecord(Owned):
     """A model of a client."""
 
-    owner: str
+    KIND = "run"
     session_id: str
     base_model: str
     rank: int
@@ -170,8 +198,8 @@ class RunRecord(Body):
     user_metadata: dict[str, Any] | None = None
 
 
-class SamplerRecord(Body):
-    owner: str
+class SamplerRecord(Owned):
+    KIND = "sampler"
     session_id: str
     base_model: str
     model_path: str | None = None
@@ -179,10 +207,10 @@ class SamplerRecord(Body):
     """Below the service's folder; None: the base model."""
 
 
-class CheckpointRecord(Body):
+class CheckpointRecord(Owned):
     """A checkpoint by its tinker path; its name in the records is that path."""
 
-    owner: str
+    KIND = "checkpoint"
     run_id: str
     kind: PathKind
     name: str

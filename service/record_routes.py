@@ -23,8 +23,7 @@ from penstock.service.calls import (
     SessionRecord,
     checkpoint_folder,
 )
-from penstock.service.routes import ServiceContext, owner_of
-from penstock.transfer_queue import Record
+from penstock.service.routes import ServiceContext
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 """Files of a checkpoint that clients download: peft's."""
@@ -73,27 +72,26 @@ def _add_sessions(router: APIRouter, context: ServiceContext) -> None:
     @router.post("/session_heartbeat")
     async def heartbeat(body: dict[str, Any], http: Request) -> dict[str, str]:
         """410 for a session that has ended: the client stops."""
-        await _seen(context, str(body.get("session_id")), owner_of(http))
+        await _seen(context, str(body.get("session_id")), http)
         return {"type": "session_heartbeat"}
 
     @router.post("/sessions/{session_id}/finish")
     async def finish(session_id: str, http: Request) -> dict[str, Any]:
         """The end of a session: its models and samplers are removed a while later, checkpoints stay."""
-        await _seen(context, session_id, owner_of(http), is_finished=True)
+        await _seen(context, session_id, http, is_finished=True)
         return {}
 
     @router.get("/sessions")
     async def sessions(http: Request, offset: int = FIRST, limit: int = LIMIT) -> dict[str, Any]:
-        owned = await _owned(context, "session", SessionRecord, owner_of(http))
+        owned = await context.records(SessionRecord, http)
         newest = sorted(owned, key=lambda name: -owned[name].created)
         return {"sessions": newest[offset : offset + limit]}
 
     @router.get("/sessions/{session_id}")
     async def session(session_id: str, http: Request) -> dict[str, Any]:
-        owner = owner_of(http)
-        record = await context.record("session", session_id, SessionRecord, owner)
-        runs = await _owned(context, "run", RunRecord, owner)
-        samplers = await _owned(context, "sampler", SamplerRecord, owner)
+        record = await context.record(SessionRecord, session_id, http)
+        runs = await context.records(RunRecord, http)
+        samplers = await context.records(SamplerRecord, http)
         return {
             "training_run_ids": [name for name, one in runs.items() if one.session_id == session_id],
             "sampler_ids": [name for name, one in samplers.items() if one.session_id == session_id],
@@ -104,39 +102,39 @@ def _add_sessions(router: APIRouter, context: ServiceContext) -> None:
 def _add_runs(router: APIRouter, context: ServiceContext) -> None:
     @router.get("/training_runs")
     async def training_runs(http: Request, offset: int = FIRST, limit: int = LIMIT) -> dict[str, Any]:
-        owned = await _owned(context, "run", RunRecord, owner_of(http))
+        owned = await context.records(RunRecord, http)
         newest = sorted(owned, key=lambda name: -owned[name].created)
         runs = [_run_of(name, owned[name], {}) for name in newest[offset : offset + limit]]
         return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(owned)}}
 
     @router.get("/training_runs/{run_id}")
     async def training_run(run_id: str, http: Request) -> dict[str, Any]:
-        run = await context.record("run", run_id, RunRecord, owner_of(http))
-        return _run_of(run_id, run, await _checkpoints(context, owner_of(http), run_id))
+        run = await context.record(RunRecord, run_id, http)
+        return _run_of(run_id, run, await _checkpoints(context, http, run_id))
 
     @router.get("/training_runs/{run_id}/checkpoints")
     async def checkpoints_of_run(run_id: str, http: Request) -> dict[str, Any]:
-        await context.record("run", run_id, RunRecord, owner_of(http))
-        return {"checkpoints": list((await _checkpoints(context, owner_of(http), run_id)).values())}
+        await context.record(RunRecord, run_id, http)
+        return {"checkpoints": list((await _checkpoints(context, http, run_id)).values())}
 
 
 def _add_checkpoints(router: APIRouter, context: ServiceContext) -> None:
     @router.get("/checkpoints")
     async def checkpoints(http: Request, offset: int = FIRST, limit: int = LIMIT) -> dict[str, Any]:
-        everything = list((await _checkpoints(context, owner_of(http))).values())
+        everything = list((await _checkpoints(context, http)).values())
         cursor = {"offset": offset, "limit": limit, "total_count": len(everything)}
         return {"checkpoints": everything[offset : offset + limit], "cursor": cursor}
 
     @router.post("/weights_info")
     async def weights_info(body: dict[str, Any], http: Request) -> dict[str, Any]:
         path = str(body.get("tinker_path"))
-        one = await context.record("checkpoint", path, CheckpointRecord, owner_of(http))
+        one = await context.record(CheckpointRecord, path, http)
         return {"base_model": one.base_model, "is_lora": True, "lora_rank": one.lora.rank, **_modules(one)}
 
     @router.delete("/training_runs/{run_id}/checkpoints/{kind}/{name}")
     async def delete(run_id: str, kind: str, name: str, http: Request) -> dict[str, Any]:
         path = await _path_of(context, http, run_id, kind, name)
-        await context.requests.put(Record("checkpoint", str(path), ""))
+        await CheckpointRecord.remove(context.requests, str(path))
         shutil.rmtree(checkpoint_folder(context.folder, path), ignore_errors=True)
         return {}
 
@@ -145,9 +143,9 @@ def _add_checkpoints(router: APIRouter, context: ServiceContext) -> None:
         path, ttl_s = await _path_of(context, http, run_id, kind, name), body.get("ttl_seconds")
         if ttl_s is not None and not (type(ttl_s) is int and ttl_s > 0):
             raise HttpError(422, "ttl_seconds", "must be a number of seconds above 0, or null")
-        one = await context.record("checkpoint", str(path), CheckpointRecord, owner_of(http))
+        one = await context.record(CheckpointRecord, str(path), http)
         changed = one.model_copy(update={"expires": None if ttl_s is None else time.time() + ttl_s})
-        await context.requests.put(Record("checkpoint", str(path), changed.model_dump_json()))
+        await context.requests.put(changed.record(str(path)))
         return {}
 
     @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
@@ -178,31 +176,25 @@ async def _path_of(context: ServiceContext, http: Request, run_id: str, kind: st
     path = CheckpointPath.parse(f"tinker://{run_id}/{kind}/{name}")
     if path is None:
         raise HttpError(404, "checkpoint", "there is none of this key")
-    await context.record("checkpoint", str(path), CheckpointRecord, owner_of(http))
+    await context.record(CheckpointRecord, str(path), http)
     return path
 
 
-async def _seen(context: ServiceContext, session_id: str, owner: str, *, is_finished: bool = False) -> None:
-    record = await context.record("session", session_id, SessionRecord, owner)
+async def _seen(context: ServiceContext, session_id: str, http: Request, *, is_finished: bool = False) -> None:
+    record = await context.record(SessionRecord, session_id, http)
     if record.is_finished:
         raise HttpError(410, "session_id", "the session has ended")
     changed = record.model_copy(update={"seen": time.time(), "is_finished": is_finished})
-    await context.requests.put(Record("session", session_id, changed.model_dump_json()))
+    await context.requests.put(changed.record(session_id))
 
 
 def _signature(context: ServiceContext, path: CheckpointPath, until: int, file: str) -> str:
     return hmac.new(context.secret.encode(), f"{until} {path} {file}".encode(), hashlib.sha256).hexdigest()
 
 
-async def _owned(context: ServiceContext, kind: str, model: type[Any], owner: str) -> dict[str, Any]:
-    everything = await context.requests.records(kind)
-    parsed = {name: model.model_validate_json(text) for name, text in everything.items()}
-    return {name: one for name, one in parsed.items() if one.owner == owner}
-
-
-async def _checkpoints(context: ServiceContext, owner: str, run_id: str | None = None) -> dict[str, dict[str, Any]]:
+async def _checkpoints(context: ServiceContext, http: Request, run_id: str | None = None) -> dict[str, dict[str, Any]]:
     """Return the checkpoints by path, the newest first."""
-    owned = await _owned(context, "checkpoint", CheckpointRecord, owner)
+    owned = await context.records(CheckpointRecord, http)
     newest = sorted(owned.items(), key=lambda item: -item[1].created)
     return {path: _checkpoint_of(one) for path, one in newest if run_id in (None, one.run_id)}
 

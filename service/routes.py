@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from penstock.service.calls import (
     CreateModel,
     LoadWeights,
     OptimStep,
+    Owned,
     RunRecord,
     Sample,
     SamplerRecord,
@@ -42,8 +43,9 @@ from penstock.service.calls import (
 from penstock.service.futures import Futures
 from penstock.service.messages import PROTOBUF, BadMessage, ForwardCall, read_forward
 from penstock.trainer.service import LOSSES
-from penstock.transfer_queue import ClientRequest, Record, RequestLog
+from penstock.transfer_queue import ClientRequest, RequestLog
 
+T = TypeVar("T", bound=Owned)
 HOLD_S = 30.0
 """A poll is held for so long; the client gives up after 45 s, and asks again at once."""
 MOST_WAITING, MOST_OF_KEY = 512, 4096
@@ -70,13 +72,17 @@ class ServiceContext:
     def __post_init__(self) -> None:
         object.__setattr__(self, "futures", Futures(self.requests))
 
-    async def record(self, kind: str, name: str, model: type[Any], owner: str) -> Any:
+    async def record(self, kind: type[T], name: str, http: Request) -> T:
         """Raises `HttpError` 404, also for a record of another owner: that it exists is theirs to know."""
-        text = await self.requests.record(kind, name)
-        record = None if text is None else model.model_validate_json(text)
-        if record is None or record.owner != owner:
-            raise HttpError(404, kind, f"{kind} {name[:200]}: there is none of this key")
+        record = await kind.read(self.requests, name)
+        if record is None or record.owner != owner_of(http):
+            raise HttpError(404, kind.KIND, f"{kind.KIND} {name[:200]}: there is none of this key")
         return record
+
+    async def records(self, kind: type[T], http: Request) -> dict[str, T]:
+        """Return the records of the caller's key by name."""
+        everything, owner = await kind.read_all(self.requests), owner_of(http)
+        return {name: one for name, one in everything.items() if one.owner == owner}
 
     def check_model(self, name: str) -> None:
         if name != self.model_name:
@@ -122,14 +128,14 @@ def _add_models(router: APIRouter, context: ServiceContext) -> None:
         metadata = body.get("user_metadata")
         metadata, now = metadata if isinstance(metadata, dict) else None, time.time()
         record = SessionRecord(owner=owner_of(http), created=now, seen=now, user_metadata=metadata)
-        await context.requests.put(Record("session", session_id, record.model_dump_json()))
+        await context.requests.put(record.record(session_id))
         return {"type": "create_session", "session_id": session_id, "warning_message": NO_HEAD_ADAPTER}
 
     @router.post("/create_model")
     async def create_model(body: CreateModel, http: Request) -> dict[str, str]:
         """A future; its model is ``SESSION:train:NUMBER``."""
         context.check_model(body.base_model)
-        await context.record("session", body.session_id, SessionRecord, owner_of(http))
+        await context.record(SessionRecord, body.session_id, http)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         return await _submitted(context, http, "create_model", body, model_id=model_id, seq_id=0)
 
@@ -139,18 +145,18 @@ def _add_models(router: APIRouter, context: ServiceContext) -> None:
         if CheckpointPath.parse(body.path) is None:
             raise HttpError(422, "path", "is no tinker://RUN/weights/NAME")
         if body.model_id is not None and body.seq_id is not None:
-            await context.record("run", body.model_id, RunRecord, owner_of(http))
+            await context.record(RunRecord, body.model_id, http)
             return await _submitted(context, http, "load_weights", body, model_id=body.model_id, seq_id=body.seq_id)
         if body.session_id is None or body.model_seq_id is None:
             raise HttpError(422, "model_id", "model_id and seq_id, or session_id and model_seq_id, are needed")
-        await context.record("session", body.session_id, SessionRecord, owner_of(http))
+        await context.record(SessionRecord, body.session_id, http)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         return await _submitted(context, http, "create_from_weights", body, model_id=model_id, seq_id=0)
 
     @router.post("/get_info")
     async def get_info(body: dict[str, Any], http: Request) -> dict[str, Any]:
         model_id = str(body.get("model_id"))
-        run = await context.record("run", model_id, RunRecord, owner_of(http))
+        run = await context.record(RunRecord, model_id, http)
         name = {"model_name": run.base_model, "arch": "", "tokenizer_id": run.base_model}
         return {"type": "get_info", "model_data": name, "model_id": model_id, "is_lora": True, "lora_rank": run.rank}
 
@@ -172,7 +178,7 @@ def _add_training(router: APIRouter, context: ServiceContext) -> None:
             raise HttpError(422, "loss_fn", call.loss.refusal)
         if call.number < 1:
             raise HttpError(422, "seq_id", "must be 1 or more")
-        await context.record("run", call.model_id, RunRecord, owner_of(http))
+        await context.record(RunRecord, call.model_id, http)
         index, number = model_index(call.model_id), call.number + 1
         request = ClientRequest(owner_of(http), "forward", body, index, number, digest=_digest(call))
         return {"request_id": await submit(context, request), "model_id": call.model_id}
@@ -188,7 +194,7 @@ def _add_training(router: APIRouter, context: ServiceContext) -> None:
 
 def _of_model(context: ServiceContext, kind: str, model: type[BaseModel]) -> Callable[..., Any]:
     async def route(body: Any, http: Request) -> dict[str, str]:
-        await context.record("run", body.model_id, RunRecord, owner_of(http))
+        await context.record(RunRecord, body.model_id, http)
         return await _submitted(context, http, kind, body, model_id=body.model_id, seq_id=body.seq_id)
 
     route.__annotations__ = {"body": model, "http": Request, "return": dict[str, str]}
@@ -219,13 +225,14 @@ def _add_sampling(router: APIRouter, context: ServiceContext) -> None:
     async def create_sampling_session(body: SamplingSession, http: Request) -> dict[str, str]:
         """Weights that stay as they are for this session: the base model's, or those of a checkpoint."""
         owner = owner_of(http)
-        await context.record("session", body.session_id, SessionRecord, owner)
+        await context.record(SessionRecord, body.session_id, http)
         folder = None
         if body.model_path is not None:
             path = CheckpointPath.parse(body.model_path)
             if path is None or path.kind != "sampler_weights":
                 raise HttpError(422, "model_path", "is no tinker://RUN/sampler_weights/NAME")
-            folder = await checkpoint_of(context, str(path), owner)
+            await context.record(CheckpointRecord, str(path), http)
+            folder = str(checkpoint_folder(Path(), path))
         elif body.base_model is not None:
             context.check_model(body.base_model)
         sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
@@ -236,18 +243,18 @@ def _add_sampling(router: APIRouter, context: ServiceContext) -> None:
             model_path=body.model_path,
             folder=folder,
         )
-        await context.requests.put(Record("sampler", sampler_id, record.model_dump_json()))
+        await context.requests.put(record.record(sampler_id))
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
 
     @router.get("/samplers/{sampler_id:path}")
     async def get_sampler(sampler_id: str, http: Request) -> dict[str, Any]:
-        sampler = await context.record("sampler", sampler_id, SamplerRecord, owner_of(http))
+        sampler = await context.record(SamplerRecord, sampler_id, http)
         return {"sampler_id": sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
 
     @router.post("/asample")
     async def asample(body: Sample, http: Request) -> dict[str, Any]:
         """A future of `num_samples` sequences."""
-        await context.record("sampler", body.sampling_session_id, SamplerRecord, owner_of(http))
+        await context.record(SamplerRecord, body.sampling_session_id, http)
         data, index = body.model_dump_json().encode(), f"sampler:{body.sampling_session_id}"
         request = ClientRequest(owner_of(http), "sample", data, index, body.seq_id, ordered=False)
         request_id = await submit(context, request)
@@ -255,14 +262,6 @@ def _add_sampling(router: APIRouter, context: ServiceContext) -> None:
             "request_id": request_id,
             "sample_sequence_ids": [f"{request_id}-{number}" for number in range(body.num_samples)],
         }
-
-
-async def checkpoint_of(context: ServiceContext, path: str, owner: str) -> str:
-    """The folder of a checkpoint, below the service's. Raises `HttpError` 404."""
-    await context.record("checkpoint", path, CheckpointRecord, owner)
-    parsed = CheckpointPath.parse(path)
-    assert parsed is not None
-    return str(checkpoint_folder(Path(), parsed))
 
 
 def _add_futures(router: APIRouter, context: ServiceContext) -> None:

@@ -109,12 +109,11 @@ class SampleRunner:
             if request is None or request.kind != "sample":
                 continue
             call = Sample.model_validate_json(request.body)
-            text = await self._requests.record("sampler", call.sampling_session_id)
-            if text is None:
+            sampler = await SamplerRecord.read(self._requests, call.sampling_session_id)
+            if sampler is None:
                 await self._finish(request_id, failed(f"sampler {call.sampling_session_id} is not here any more"))
                 continue
-            folder = SamplerRecord.model_validate_json(text).folder
-            self._waiting.setdefault(folder, []).append((request_id, request, call))
+            self._waiting.setdefault(sampler.folder, []).append((request_id, request, call))
             self._known.add(request_id)
 
     def _next(self) -> str | None:

@@ -216,7 +216,7 @@ class RequestRunner:
             lora=lora,
             user_metadata=metadata,
         )
-        return Outcome(result, (Record("run", _model_of(request), record.model_dump_json()),), is_point_due=True)
+        return Outcome(result, (record.record(_model_of(request)),), is_point_due=True)
 
     async def _load(self, request: ClientRequest, request_id: str) -> Outcome:
         call, model_id = LoadWeights.model_validate_json(request.body), _model_of(request)
@@ -273,7 +273,7 @@ class RequestRunner:
             expires=None if ttl_s is None else now + ttl_s,
             user_metadata=getattr(call, "user_metadata", None),
         )
-        return Outcome(succeeded(path=str(path)), (Record("checkpoint", str(path), record.model_dump_json()),))
+        return Outcome(succeeded(path=str(path)), (record.record(str(path)),))
 
     async def _save_sampler(self, call: SaveForSampler, request: ClientRequest) -> Outcome:
         """A sampling session of the weights as they are now, without a checkpoint."""
@@ -287,21 +287,18 @@ class RequestRunner:
         record = SamplerRecord(
             owner=request.owner, session_id=run.session_id, base_model=run.base_model, folder=str(folder)
         )
-        return Outcome(
-            succeeded(sampling_session_id=sampler_id), (Record("sampler", sampler_id, record.model_dump_json()),)
-        )
+        return Outcome(succeeded(sampling_session_id=sampler_id), (record.record(sampler_id),))
 
     # records -------------------------------------------------------------------------------------------------------
     async def _checkpoint(self, path: str, owner: str) -> CheckpointRecord | None:
-        text = await self._requests.record("checkpoint", path)
-        record = None if text is None else CheckpointRecord.model_validate_json(text)
+        record = await CheckpointRecord.read(self._requests, path)
         return record if record is not None and record.owner == owner else None
 
     async def _run_record(self, model_id: str) -> RunRecord:
-        text = await self._requests.record("run", model_id)
-        if text is None:
+        run = await RunRecord.read(self._requests, model_id)
+        if run is None:
             raise BadRequestData(f"model {model_id} is not here any more")
-        return RunRecord.model_validate_json(text)
+        return run
 
     async def _sweep(self) -> None:
         """Remove checkpoints whose time is over, and models and samplers of sessions that have ended: their clients
@@ -313,26 +310,24 @@ class RequestRunner:
         if over:
             await self._write_point()
             await self._requests.trim(self._position)
-        for name, text in (await self._requests.records("sampler")).items():
-            sampler = SamplerRecord.model_validate_json(text)
+        for name, sampler in (await SamplerRecord.read_all(self._requests)).items():
             if sampler.session_id in ended and sampler.folder is not None and sampler.folder.startswith("samplers/"):
-                await self._requests.put(Record("sampler", name, ""))
+                await SamplerRecord.remove(self._requests, name)
                 await asyncio.to_thread(shutil.rmtree, self._job.folder / sampler.folder, ignore_errors=True)
         await self._remove_expired()
 
     async def _ended_sessions(self) -> set[str]:
-        records = (await self._requests.records("session")).items()
-        sessions = {name: SessionRecord.model_validate_json(text) for name, text in records}
+        sessions = await SessionRecord.read_all(self._requests)
         now = time.time()
         return {
             name for name, one in sessions.items() if now - one.seen > (FINISHED_S if one.is_finished else SILENT_S)
         }
 
     async def _remove_expired(self) -> None:
-        for path, text in (await self._requests.records("checkpoint")).items():
-            record, parsed = CheckpointRecord.model_validate_json(text), CheckpointPath.parse(path)
+        for path, record in (await CheckpointRecord.read_all(self._requests)).items():
+            parsed = CheckpointPath.parse(path)
             if parsed is not None and record.expires is not None and record.expires < time.time():
-                await self._requests.put(Record("checkpoint", path, ""))
+                await CheckpointRecord.remove(self._requests, path)
                 folder = checkpoint_folder(self._job.folder, parsed)
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
