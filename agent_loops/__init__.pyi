@@ -31,6 +31,7 @@ from .loader import allow_imports_from as allow_imports_from
 from .loader import load_file as load_file
 from .loader import load_object as load_object
 from .loader import search_folders as search_folders
+from .loop_watch import BLOCKING as BLOCKING
 from .merge import check_output as check_output
 from .merge import images_of as images_of
 from .merge import to_trajectory as to_trajectory

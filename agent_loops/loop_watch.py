@@ -16,12 +16,15 @@ import sysconfig
 import threading
 import time
 import traceback
+from collections import deque
 from itertools import takewhile
 from types import CodeType, FrameType
 
 BEAT_S = 0.05
 LIMIT_S = 0.25
 """A longer step is reported."""
+BLOCKING = "blocking code at "
+"""Begins the cause of a wait that a worker reports for user code; the place follows."""
 LOOP = (asyncio.BaseEventLoop.run_forever.__code__, asyncio.Runner.run.__code__)
 """Frames below them started the loop; they are on the stack of every call."""
 LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -34,6 +37,8 @@ class LoopWatch:
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self.blocked: dict[str, int] = {}
         """``file:line in function`` → how often the loop was blocked there. Each is logged once."""
+        self._new_blocks = deque[tuple[str, float]]()
+        """Places in user code that are not taken yet, each with the seconds of its first block so far."""
         self._limit_s = limit_s
         self._longest_s = 0.0
         self._beat_at = 0.0
@@ -59,6 +64,10 @@ class LoopWatch:
         longest, self._longest_s = self._longest_s, 0.0
         return longest
 
+    def take_new_blocks(self) -> dict[str, float]:
+        """Return the places in user code that have blocked the loop for the first time, with the seconds."""
+        return dict(self._new_blocks.popleft() for _ in range(len(self._new_blocks)))
+
     def _beat(self) -> None:
         now = time.monotonic()
         if self._beat_at:
@@ -83,6 +92,8 @@ class LoopWatch:
                 step, since, reported = current, now, False
             elif now - since > self._limit_s and not reported:
                 reported = True
+                if called is not None and place not in self.blocked:
+                    self._new_blocks.append((place, now - since))
                 self._report(place, now - since)
 
     def _report(self, place: str, seconds: float) -> None:

@@ -32,7 +32,7 @@ from penstock.agent_loops.episode import Episode
 from penstock.agent_loops.errors import WorkerStopped
 from penstock.agent_loops.llm import GenerateClient
 from penstock.agent_loops.loader import allow_imports_from, load_object
-from penstock.agent_loops.loop_watch import LoopWatch
+from penstock.agent_loops.loop_watch import BLOCKING, LoopWatch
 from penstock.agent_loops.metrics import WorkerMetrics, WorkerStats
 from penstock.agent_loops.rewards.registry import load_reward, may_need_sandbox
 from penstock.agent_loops.sources import verify_sources
@@ -254,7 +254,8 @@ class Worker:
             log.info("%s: %s; limit %d, loop lag %.3f s", self._job.name, line, self.concurrency.limit, lag_s)
 
     async def _flush(self) -> None:
-        for cause, seconds in self.stats.take_waits().items():
+        blocks = {BLOCKING + place: seconds for place, seconds in self._watch.take_new_blocks().items()}
+        for cause, seconds in {**self.stats.take_waits(), **blocks}.items():
             try:
                 await self._job.run.queue.add_wait("agent", cause, seconds)
             except QueueError as error:

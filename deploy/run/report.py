@@ -21,6 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from penstock.agent_loops import BLOCKING
 from penstock.common import JsonlTail, last_by, read_jsonl, rewrite_jsonl
 from penstock.dashboard import reward_warning
 from penstock.deploy.config import RunConfig
@@ -59,6 +60,8 @@ class Reporter:
         self._rows: list[dict[str, Any]] = []
         """The metrics of each step that `reward_warning` reads."""
         self._warned = False
+        self._blocks = set[str]()
+        """Waits for blocking user code that were reported."""
         self._unrecorded = ""
         self.steps_done = 0
         self._bar: Progress | None = None
@@ -135,6 +138,11 @@ class Reporter:
             if warning and not self._warned:  # once for each stretch of such steps
                 self._say(f"  {warning}")
             self._warned = bool(warning)
+        for wait in sorted(set(status.waits_s if status is not None else ()) - self._blocks):
+            if wait.startswith(f"agent:{BLOCKING}"):
+                self._blocks.add(wait)
+                place = wait.removeprefix(f"agent:{BLOCKING}")
+                self._say(f"  {place} blocks every episode of its worker: await the call, or use asyncio.to_thread")
         if self._bar is not None:
             pipeline = "queue away"
             if status is not None:

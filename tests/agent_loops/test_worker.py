@@ -10,7 +10,7 @@ import time
 import pytest
 from tests.until import until
 
-from penstock.agent_loops import AgentConfig, AgentLoopBase, Worker, WorkerJob, WorkerStopped, loop_watch
+from penstock.agent_loops import BLOCKING, AgentConfig, AgentLoopBase, Worker, WorkerJob, WorkerStopped, loop_watch
 from penstock.testing import FakeClient
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import RunContext, ServerInfo
@@ -305,3 +305,5 @@ async def test_worker_names_blocking_call_of_user_loop(worker_of, queue_of, task
     async with running(worker_of(queue, FakeClient(lambda context: [5, 2]), recipe_dir=tmp_path)):
         await until(lambda: queue.done)
     assert (tmp_path / "named").exists()
+    waits = (await queue.status()).waits_s
+    assert any(wait.startswith(f"agent:{BLOCKING}{tmp_path}/slow_loop.py:") for wait in waits)

@@ -12,6 +12,7 @@ import pytest
 from tests.deploy.conftest import RECIPE
 from tests.until import until
 
+from penstock.agent_loops import BLOCKING
 from penstock.common import cancel_and_wait
 from penstock.deploy import RunConfig, RunDir, limits_of, load_config
 from penstock.deploy.commands.run import _nothing_left
@@ -65,6 +66,19 @@ async def test_a_resumed_run_reports_new_steps_only(config: RunConfig, capsys: p
     reporter._report(None)
     printed = capsys.readouterr().err
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("  step")] == ["3/50"]
+
+
+async def test_blocking_user_code_is_reported_once(
+    config: RunConfig, queue: MemoryTransferQueue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await queue.add_wait("agent", f"{BLOCKING}/mine/my_tool.py:12 in call", 0.4)
+    await queue.add_wait("agent", "server", 1.0)
+    run = RunDir.of(config)
+    reporter = Reporter(config, run, queue, [], LivesFile(run.lives))
+    for _ in range(2):
+        reporter._report(await queue.status())
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "blocks every episode" in line]
+    assert [line.split()[:3] for line in warnings] == [["/mine/my_tool.py:12", "in", "call"]]
 
 
 def full_step(number: int) -> dict[str, Any]:
