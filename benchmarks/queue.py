@@ -4,7 +4,6 @@
 
     raw_redis              SET each payload; GET each payload
     ledger                complete each; lease_batch, read, publish_version, commit
-    ledger_batched        the same with one complete_many per producer
     transferqueue          kv_put each; kv_batch_get, kv_clear            (where scripts/setup-bench has been run)
     transferqueue_batched  the same with one kv_batch_put per producer
 
@@ -48,7 +47,6 @@ from penstock.transfer_queue import RedisServer
 
 COUNTS = {"32kb": 512, "1mb": 128, "8mb": 32}
 """Payloads per round, all producers together."""
-OURS = {"ledger", "ledger_batched"}
 INDEX_ROUNDS = 5
 MISSING = "missing: TransferQueue is not installed; scripts/setup-bench makes an environment for it"
 
@@ -112,7 +110,7 @@ async def _redis() -> AsyncIterator[Host]:
 
 
 def _stores(stack: AsyncExitStack, host: Host) -> list[QueueSide]:
-    kinds = {"raw_redis": "raw", "ledger": "ledger", "ledger_batched": "ledger_batched"}
+    kinds = {"raw_redis": "raw", "ledger": "ledger"}
     sides = [StoreSide(name, kind, host.server, host.password) for name, kind in kinds.items()]
     for side in sides:
         stack.push_async_callback(side.stop)
@@ -161,14 +159,12 @@ def _figures(cells: Cells) -> dict[str, Any]:
 
 
 def _ratios(cells: Cells) -> dict[str, float]:
-    """``ledger_over_STORE_SIZE`` and ``ledger_batched_over_STORE_SIZE`` with one producer, ``…_8_producers`` with more;
-    only of stores that ran."""
+    """``ledger_over_STORE_SIZE`` with one producer, ``…_8_producers`` with more; only of stores that ran."""
     ratios: dict[str, float] = {}
     for (size, producers), by_side in cells.items():
         suffix = "" if producers == 1 else f"_{producers}_producers"
-        for ours in OURS:
-            for name in by_side.keys() - OURS if ours in by_side else ():
-                ratios[f"{ours}_over_{name}_{size}{suffix}"] = ratio(by_side, ours, name)
+        for name in by_side.keys() - {"ledger"}:
+            ratios[f"ledger_over_{name}_{size}{suffix}"] = ratio(by_side, "ledger", name)
     return ratios
 
 

@@ -27,7 +27,6 @@ from penstock.transfer_queue.errors import (
     JournalMismatch,
     LeaseLost,
     QueueError,
-    Refusal,
     StepError,
 )
 from penstock.transfer_queue.metrics import MEMBER_COST, bucket_of, deciles, journal_cost, task_cost
@@ -43,7 +42,7 @@ from penstock.transfer_queue.types import (
     Task,
     Trajectory,
 )
-from penstock.transfer_queue.validation import check_leases, check_tasks, finish
+from penstock.transfer_queue.validation import check_tasks, finish
 
 if TYPE_CHECKING:
     from penstock.transfer_queue.archive.archive import Archive
@@ -166,6 +165,7 @@ class MemoryTransferQueue(MemorySteps):
         member.tokens += 0 if entry.ids is None else len(entry.ids)
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
+        await self.config()
         result = finish(lease, trajectory)
         known = self._member(lease.episode_id)
         if known is not None and (known.state, known.fence) == ("done", lease.fence):
@@ -181,19 +181,6 @@ class MemoryTransferQueue(MemorySteps):
             self._state.lengths[bucket_of(result.tokens)] += 1
         if group.ended:
             self._state.end_group(group)
-
-    async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:
-        check_leases([lease for lease, _ in finished])
-        if finished:
-            await self.config()
-        refusals: list[Refusal | None] = []
-        for lease, trajectory in finished:
-            try:
-                await self.complete(lease, trajectory)
-                refusals.append(None)
-            except (LeaseLost, BadPayload) as refusal:
-                refusals.append(refusal)
-        return refusals
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
         known = self._member(lease.episode_id)

@@ -45,10 +45,6 @@ class BadPayload(QueueError):
     """A trajectory or payload was rejected; the message names the field. The episode stays leased."""
 
 
-Refusal = LeaseLost | BadPayload
-"""Why one of several trajectories was not taken."""
-
-
 class StepError(QueueError):
     """A step number from the past, or out of order."""
 

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from penstock.transfer_queue.errors import Refusal
 from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.turns import TurnCall, TurnReport, Turns
 from penstock.transfer_queue.types import (
@@ -127,14 +126,6 @@ class TransferQueue(Protocol):
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         """Store the trajectory; the journal is deleted. Raises `LeaseLost`, `BadPayload`. A repeat is a no-op."""
-
-    async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:
-        """`complete` of several episodes, for a client that holds more than one ended one, in few round trips.
-
-        Each is taken or refused for itself: None or its error, in the order given. The call is not a transaction: if it
-        raises `QueueUnavailable` or is cut off, some may have been taken, and a repeat of all of them is a no-op for
-        those. Raises `QueueError` where one lease stands twice in it.
-        """
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
         """Report an infrastructure failure or cancellation. True: it is retried; False: it is a dead letter."""

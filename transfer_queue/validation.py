@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from penstock.transfer_queue.codec.columns import MOST_DIMENSIONS
 from penstock.transfer_queue.codec.packing import Packed
 from penstock.transfer_queue.codec.trajectories import encode_task, pack_trajectory
-from penstock.transfer_queue.errors import BadPayload, QueueError
+from penstock.transfer_queue.errors import BadPayload
 from penstock.transfer_queue.types import EpisodeImages, Lease, Segment, Task, Trajectory
 
 MAX_PAYLOAD_BYTES = 256 << 20
@@ -119,14 +118,6 @@ def is_reached(reward: float, bound: float) -> bool:
 def same_reward(one: float | None, other: float) -> bool:
     """False for None, the missing reward."""
     return one is not None and is_reached(one, other) and is_reached(other, one)
-
-
-def check_leases(leases: Sequence[Lease]) -> None:
-    """Raise `QueueError` naming a lease that stands there twice."""
-    counted = Counter((lease.episode_id, lease.fence) for lease in leases)
-    for (episode_id, fence), count in counted.items():
-        if count > 1:
-            raise QueueError(f"{episode_id}: its lease {fence} stands {count} times in one call")
 
 
 def check_tasks(tasks: Sequence[Task]) -> None:

@@ -1,6 +1,6 @@
 """One producer or the consumer of raw Redis or of the queue, as a process. Started by `sides.StoreSide`.
 
-python -m benchmarks.support.store_child {raw|ledger|ledger_batched} REDIS_URL  (password in PENSTOCK_BENCH_PASSWORD)
+python -m benchmarks.support.store_child {raw|ledger} REDIS_URL  (password in PENSTOCK_BENCH_PASSWORD)
 """
 
 from __future__ import annotations
@@ -103,13 +103,11 @@ class Raw:
 
 
 class Queues:
-    """`complete` of each trajectory, or `complete_many` of all; then `lease_batch`, `read`, `publish_version` and
-    `commit` of the step they make."""
+    """`complete` of each trajectory; then `lease_batch`, `read`, `publish_version` and `commit` of their step."""
 
-    def __init__(self, url: str, password: str, *, batched: bool = False) -> None:
+    def __init__(self, url: str, password: str) -> None:
         self._url = url
         self._password = password
-        self._batched = batched
         self._queue: RedisTransferQueue | None = None
 
     async def start_round(self, run: str, size: str, count: int) -> Answer:
@@ -127,15 +125,7 @@ class Queues:
 
     async def produce(self) -> Answer:
         assert self._queue is not None
-        if self._batched:
-            took = await timed([partial(self._complete_all, self._queue)])
-            return {**took, "each_s": [took["each_s"][0] / len(self._finished)] * len(self._finished)}
         return await timed([partial(self._queue.complete, lease, work) for lease, work in self._finished])
-
-    async def _complete_all(self, queue: RedisTransferQueue) -> None:
-        refused = [refusal for refusal in await queue.complete_many(self._finished) if refusal is not None]
-        if refused:
-            raise refused[0]
 
     async def consume(self, size: str, workers: int, count: int) -> Answer:
         assert self._queue is not None
@@ -158,11 +148,7 @@ class Queues:
 def main() -> None:
     replies = own_stdout()
     kind, url = sys.argv[1:]
-    stores: dict[str, Callable[[str, str], Any]] = {
-        "raw": Raw,
-        "ledger": Queues,
-        "ledger_batched": partial(Queues, batched=True),
-    }
+    stores: dict[str, Callable[[str, str], Any]] = {"raw": Raw, "ledger": Queues}
     store = stores[kind](url, os.environ["PENSTOCK_BENCH_PASSWORD"])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         answer_questions(replies, lambda question: runner.run(getattr(store, question.pop("do"))(**question)))

@@ -33,14 +33,12 @@ WEIGHTS = {**TINY, "PENSTOCK_BENCH_WEIGHTS_MB": "8", "PENSTOCK_BENCH_UPDATES": "
 async def test_queue_without_transferqueue_names_how_to_install_it(measure: Measure) -> None:
     measured = await measure("queue", **QUEUE, PENSTOCK_BENCH_PYTHON="")
     ratios, figures = measured["ratio"], measured["figures"]
-    sides = {
-        f"{side}_over_raw_redis_1mb{more}" for side in ("ledger", "ledger_batched") for more in ("", "_2_producers")
-    }
+    sides = {f"ledger_over_raw_redis_1mb{more}" for more in ("", "_2_producers")}
     assert {*sides, "index_p99_1m_over_1k"} <= set(ratios)
     assert all(value > 0 for value in ratios.values())
     assert not any("transferqueue" in name for name in [*ratios, *figures])
     assert "setup-bench" in measured["setup"]["transferqueue"]
-    for side in ("raw_redis", "ledger", "ledger_batched"):
+    for side in ("raw_redis", "ledger"):
         cell = figures[side]["1mb"]["2_producers"]
         assert cell["mb_per_s"] > 0
         assert cell["put_p50_us"] <= cell["put_p99_us"]
@@ -57,7 +55,7 @@ async def test_queue_without_transferqueue_names_how_to_install_it(measure: Meas
 @pytest.mark.skipif(transferqueue_python() is None, reason="TransferQueue is not installed: scripts/setup-bench")
 async def test_queue_with_transferqueue_has_its_sides(measure: Measure) -> None:
     measured = await measure("queue", **QUEUE)
-    for pair in ("ledger_over_transferqueue", "ledger_batched_over_transferqueue_batched"):
+    for pair in ("ledger_over_transferqueue", "ledger_over_transferqueue_batched"):
         assert measured["ratio"][f"{pair}_1mb"] > 0
     peaks = measured["figures"]["transferqueue"]["1mb"]["2_producers"]["peak_rss_mb"]
     actors = {"ray::TransferQueueController", "ray::SimpleStorageUnit 2", "ray::Producer 2"}

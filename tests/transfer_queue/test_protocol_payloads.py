@@ -146,8 +146,7 @@ async def test_only_the_step_s_own_episodes_are_spilled(make_queue) -> None:
 async def store_alone(queue: TransferQueue, lease: Lease, sent: Trajectory) -> None:
     """What is left of a completion whose process was killed before the script that acknowledges it."""
     if isinstance(queue, RedisTransferQueue):
-        writes = queue._completions._completion(lease, sent).job.writes
-        await queue._connection.many([write.args for write in writes])
+        await queue._connection.many(queue._completions.pack(lease, sent).writes)
 
 
 @pytest.mark.parametrize(("first", "second"), [(4, 4), (4, 5), (130_000, 4), (4, 130_000), (130_000, 120_000)])

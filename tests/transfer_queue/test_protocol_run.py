@@ -117,7 +117,7 @@ CALLS: dict[str, Callable[[TransferQueue], Awaitable[object]]] = {
     "config": lambda queue: queue.config(),
     "submit": lambda queue: queue.submit(tasks(1)),
     "lease_episodes": lambda queue: queue.lease_episodes("worker", 1, 0),
-    "complete_many": lambda queue: queue.complete_many([(LEASE, trajectory(LEASE))]),
+    "complete": lambda queue: queue.complete(LEASE, trajectory(LEASE)),
     "claim_training": lambda queue: queue.claim_training("trainer"),
     "check_training": lambda queue: queue.check_training(),
     "lease_batch": lambda queue: queue.lease_batch(0),

@@ -33,6 +33,7 @@ from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
     Announcement,
     Archive,
+    BadPayload,
     Batch,
     DataCursor,
     Lease,
@@ -197,10 +198,10 @@ class QueueMachine(RuleBasedStateMachine):
             (lease, trajectory(lease, self.versions.get(worker, 0) + number // 5, rewards[number % len(rewards)]))
             for number, (worker, lease) in enumerate([*chosen, *lost])
         ]
-        refused = self.ask(lambda queue: kinds_of(queue.complete_many(works)))
+        refused = [self.ask(lambda queue, one=one: queue.complete(*one)) for one in works]
         for held, (lease, work), refusal in zip(chosen, works, refused, strict=False):
             event(f"ended together, refused: {refusal}")
-            if refusal == "BadPayload":
+            if refusal is BadPayload:
                 continue  # it stays leased
             self.held.remove(held)
             self.lost.append(lease)
@@ -384,10 +385,6 @@ def trainable(group: Any) -> list[str]:
     """Episodes that a lost step may have held."""
     ended = [m.state == "failed" or (m.state == "done" and not m.rewarded) for m in group.members]
     return [group.episode(index) for index, gone in enumerate(ended) if not gone]
-
-
-async def kinds_of(refusals: Awaitable[list[QueueError | None]]) -> list[str | None]:
-    return [None if refusal is None else type(refusal).__name__ for refusal in await refusals]
 
 
 def comparable(answer: Any) -> Any:

@@ -57,7 +57,8 @@ async def test_long_payloads_are_read_by_field_and_spilled(
     await queue.submit(tasks(2), cursor=at(2))
     leases = await queue.lease_episodes("worker", 4, 0)
     sent = [trajectory(lease, tokens=tokens) for lease, tokens in zip(leases, (2, 6_000, 40_000, 90_000), strict=True)]
-    assert await queue.complete_many(list(zip(leases, sent, strict=True))) == [None] * 4
+    for lease, work in zip(leases, sent, strict=True):
+        await queue.complete(lease, work)
     names = [lease.episode_id for lease in leases]
     assert isinstance(await trainer.lease_batch(0), Batch)
     await trainer.publish_version(Announcement(1, {}))
@@ -72,24 +73,21 @@ async def test_long_payloads_are_read_by_field_and_spilled(
             assert same(values.segments[0]["version_spans"], work.segments[0].version_spans)
 
 
-async def test_payloads_of_refused_episodes_are_deleted_beside_an_error_of_another_kind(
+async def test_a_payload_whose_script_is_refused_for_another_reason_is_deleted(
     queue: RedisTransferQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await queue.submit(tasks(2), cursor=at(2))
-    leases = await queue.lease_episodes("worker", 3, 0)
-    await queue.release(leases[1])
-    run_jobs = queue._connection.run_jobs
+    await queue.submit(tasks(1), cursor=at(1))
+    (lease,) = await queue.lease_episodes("worker", 1, 0)
+    write_and_run = queue._connection.write_and_run
 
-    async def run_and_break(jobs: Sequence[Any]) -> None:
-        await run_jobs(jobs)
-        jobs[0].end(QueueError("not allowed"))
+    async def run_and_break(*args: Any, **options: Any) -> None:
+        await write_and_run(*args, **options)
+        raise QueueError("not allowed")
 
-    monkeypatch.setattr(queue._connection, "run_jobs", run_and_break)
+    monkeypatch.setattr(queue._connection, "write_and_run", run_and_break)
     with pytest.raises(QueueError, match="not allowed"):
-        await queue.complete_many([(lease, trajectory(lease)) for lease in leases])
-    kept = [key async for keys in queue._connection.scan(f"*{leases[1].episode_id}@*") for key in keys]
-    assert not kept
-    assert [key async for keys in queue._connection.scan(f"*{leases[2].episode_id}@*") for key in keys]
+        await queue.complete(lease, trajectory(lease))
+    assert not [key async for keys in queue._connection.scan(f"*{lease.episode_id}@*") for key in keys]
 
 
 async def test_a_client_without_the_archive_says_so(queue: RedisTransferQueue, trainer: RedisTransferQueue) -> None:
@@ -195,14 +193,14 @@ from redis_parts import CONFIG, PASSWORD
 from penstock.transfer_queue import RedisTransferQueue
 from penstock.transfer_queue.redis import Connection
 
-async def die(self, jobs):
-    assert await self.many([write.args for job in jobs for write in job.writes])
+async def die(self, writes, *_, **__):
+    assert await self.many(writes)
     os.kill(os.getpid(), signal.SIGKILL)
 
 async def main():
     queue = await RedisTransferQueue.connect(sys.argv[1], sys.argv[2], CONFIG, PASSWORD)
     (lease,) = await queue.lease_episodes("worker", 1, 0)
-    Connection.run_jobs = die
+    Connection.write_and_run = die
     await queue.complete(lease, trajectory(lease, tokens=40_000))
 
 asyncio.run(main())

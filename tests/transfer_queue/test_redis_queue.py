@@ -134,8 +134,8 @@ async def test_every_call_may_lose_its_reply(cut: tuple[RedisTransferQueue, Prox
 
 
 @pytest.mark.parametrize("let_through", [0, 3, 5, 9, 12, 20, 40])
-async def test_complete_many_may_lose_any_reply(cut: tuple[RedisTransferQueue, Proxy], let_through: int) -> None:
-    """Of one round trip Redis has executed everything, and the client has read some replies, or half of one."""
+async def test_complete_may_lose_any_reply(cut: tuple[RedisTransferQueue, Proxy], let_through: int) -> None:
+    """Redis has executed everything, and the client has read some replies, or half of one."""
     queue, proxy = cut
     await queue.submit(tasks(3), cursor=at(3))
     leases = await queue.lease_episodes("worker", 6, 0)
@@ -143,11 +143,13 @@ async def test_complete_many_may_lose_any_reply(cut: tuple[RedisTransferQueue, P
     (newer,) = await queue.lease_episodes("newer", 1, 0)
     finished = [(lease, trajectory(lease, reward=float(place))) for place, lease in enumerate(leases)]
     proxy.let_through = let_through
-    refusals = await queue.complete_many(finished)
+    calls = [queue.complete(*one) for one in finished]
+    refusals = await asyncio.gather(*calls, return_exceptions=True)
     assert proxy.let_through is None, "no reply was cut"
     assert [type(refusal) for refusal in refusals if refusal is not None] == [LeaseLost]
     assert isinstance(refusals[2], LeaseLost)
-    assert [await queue.complete_many([one]) for one in finished if one[0] is not leases[2]] == [[None]] * 5
+    for one in finished[:2] + finished[3:]:
+        await queue.complete(*one)
     assert (await queue.status()).episodes["completed"] == 5
     assert (await queue.status()).workers == {"newer": 1}
     taken = [lease.episode_id for lease in leases if lease is not leases[2]]
@@ -157,7 +159,7 @@ async def test_complete_many_may_lose_any_reply(cut: tuple[RedisTransferQueue, P
     await queue.complete(newer, trajectory(newer))
 
 
-async def test_complete_many_that_was_cut_off_is_made_again_by_another(queue: RedisTransferQueue) -> None:
+async def test_complete_that_was_cut_off_is_made_again_by_another(queue: RedisTransferQueue) -> None:
     """A worker dies with some of its episodes acknowledged: who has the same leases ends the others."""
     await queue.submit(tasks(2), cursor=at(2))
     leases = await queue.lease_episodes("worker", 4, 0)
@@ -165,9 +167,10 @@ async def test_complete_many_that_was_cut_off_is_made_again_by_another(queue: Re
     for pause_s in (0.0, 0.001, 0.004):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
-                await queue.complete_many(finished)
+                await asyncio.gather(*(queue.complete(*one) for one in finished))
     again = [(lease, trajectory(lease, reward=0.75, tokens=200_000)) for lease in leases]
-    assert await queue.complete_many(again) == [None] * 4
+    for one in again:
+        await queue.complete(*one)
     assert (await queue.status()).episodes["completed"] == 4
     found = await queue.read([lease.episode_id for lease in leases])
     assert {one.reward for one in found} <= {0.25, 0.75}
@@ -218,8 +221,8 @@ async def test_a_writer_that_died_leaves_no_payload_behind(queue: RedisTransferQ
     """What it stored expires; what was acknowledged does not."""
     await queue.submit(tasks(1), cursor=at(1))
     lease, other = await queue.lease_episodes("worker", 2, 0)
-    dead = queue._completions._completion(lease, trajectory(lease, tokens=110_000))
-    await queue._connection.many([write.args for write in dead.job.writes])
+    dead = queue._completions.pack(lease, trajectory(lease, tokens=110_000))
+    await queue._connection.many(dead.writes)
     await queue.complete(other, trajectory(other, tokens=110_000))
     (stored,) = await queue._locate([other.episode_id])
     keys = {one: queue._payloads.keys(one) for one in (dead.stored, stored)}

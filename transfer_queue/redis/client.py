@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -22,7 +21,7 @@ from redis.exceptions import BusyLoadingError, NoPermissionError, NoScriptError,
 
 from penstock.common import Backoff
 from penstock.transfer_queue.codec.packing import Packed
-from penstock.transfer_queue.errors import QueueError, QueueUnavailable
+from penstock.transfer_queue.errors import QueueUnavailable
 from penstock.transfer_queue.redis.cluster import Cluster, Node, RedisCall, Routes, redact
 from penstock.transfer_queue.redis.replies import FunctionsMissing, check_passing, check_server, knows_functions
 from penstock.transfer_queue.redis.scripts import library, script
@@ -35,34 +34,6 @@ LOADING_TIMEOUT_S = 60.0
 """Longest time in which a Redis that loads its file makes no progress."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
 _BACKOFF = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, jitter=(0.5, 1.0))
-
-
-@dataclass(slots=True, eq=False)
-class WriteAndRun:
-    """Writes, then a script that must see them. They are repeated together until all of them have succeeded, or the
-    script is refused."""
-
-    writes: Sequence[RedisCall]
-    script: RedisCall
-    refusal: QueueError | None = None
-
-    @property
-    def calls(self) -> list[RedisCall]:
-        return [*self.writes, self.script]
-
-    @property
-    def written(self) -> bool:
-        return all(write.error is None for write in self.writes)
-
-    def end(self, refusal: QueueError) -> None:
-        self.refusal = refusal
-        for call in self.calls:
-            call.error = None
-
-    def forget_unfinished(self) -> None:
-        if self.script.error is not None or not self.written:
-            for call in self.calls:
-                call.forget()
 
 
 class Connection:
@@ -149,25 +120,9 @@ class Connection:
         The whole is repeated until all of it succeeds. On one server the script runs even if a write before it failed:
         it must check for what it needs and refuse with ``RETRY …``.
         """
-        job = self.write_and_run_job(writes, name, key, *args, keys=keys)
-        await self.run_jobs([job])
-        if job.refusal is not None:
-            raise job.refusal
-        return job.script.reply
-
-    def write_and_run_job(
-        self, writes: Sequence[Sequence[Any]], name: str, key: str, *args: Any, keys: Sequence[str] = ()
-    ) -> WriteAndRun:
-        """A `write_and_run` to be made together with others by `run_jobs`."""
-        return WriteAndRun([RedisCall(write) for write in writes], self._script_call(name, key, args, keys))
-
-    async def run_jobs(self, jobs: Sequence[WriteAndRun]) -> None:
-        """Several `write_and_run` in one round trip (two on a cluster). Each ends for itself: with its script's reply,
-        or with its refusal. Raises `QueueUnavailable` if the deadline leaves some unfinished; others have ended."""
-        phases = [[call for job in jobs for call in job.calls]]
-        if self.spreads:
-            phases = [[write for job in jobs for write in job.writes], [job.script for job in jobs]]
-        await self._finish(jobs[0].script.script, phases, jobs)
+        stored, run = [RedisCall(write) for write in writes], self._script_call(name, key, args, keys)
+        await self._finish(name, [stored, [run]] if self.spreads else [[*stored, run]], together=True)
+        return run.reply
 
     async def scan(self, pattern: str) -> AsyncIterator[list[bytes]]:
         """All keys of a glob pattern, in chunks; a key may come twice. Waits for servers that are down."""
@@ -202,15 +157,14 @@ class Connection:
         await self._finish("PING", [[RedisCall(("PING",))]])  # a cluster's map of slots is known then
         return self._routes.masters
 
-    async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], jobs: Sequence[WriteAndRun] = ()) -> None:
-        """Run the calls phase by phase until all have succeeded. `jobs`: those whose calls are repeated together, and
-        which are refused without an end for the others."""
+    async def _finish(self, what: str, phases: Sequence[Sequence[RedisCall]], together: bool = False) -> None:
+        """Run the calls phase by phase until all have succeeded; `together`: if one is repeated, all are."""
         loop = asyncio.get_running_loop()
         started, pauses, loaded = loop.time(), _BACKOFF.pauses(), 0
         deadline = started + self._deadline_s
         limit_s = _limit_s([call for phase in phases for call in phase])
         while True:
-            cause = await self._attempt(phases, jobs, min(limit_s, max(deadline - loop.time(), FIRST_PAUSE_S)))
+            cause = await self._attempt(phases, min(limit_s, max(deadline - loop.time(), FIRST_PAUSE_S)))
             if cause is None:
                 return
             if isinstance(cause, BusyLoadingError):
@@ -221,8 +175,8 @@ class Connection:
             if loop.time() + pause_s > deadline:
                 waited_s = loop.time() - started
                 raise QueueUnavailable(f"{what}: no answer from {self._where} for {waited_s:.1f} s: {cause}") from cause
-            for job in jobs:
-                job.forget_unfinished()
+            for call in chain.from_iterable(phases) if together else ():
+                call.forget()
             await asyncio.sleep(pause_s)
 
     async def _loaded_bytes(self, before: int) -> int:
@@ -236,35 +190,18 @@ class Connection:
         infos = [_in_python(call) for call in calls if call.error is None]
         return sum(int(info.get("loading_loaded_bytes", 0)) for info in infos) if infos else before
 
-    async def _attempt(
-        self, phases: Sequence[Sequence[RedisCall]], jobs: Sequence[WriteAndRun], limit_s: float
-    ) -> Exception | None:
-        """The reason why calls are unfinished, or None. Raises errors that a retry cannot fix, but those of a job."""
+    async def _attempt(self, phases: Sequence[Sequence[RedisCall]], limit_s: float) -> Exception | None:
+        """The reason why calls are unfinished, or None. Raises errors that a retry cannot fix."""
         with contextlib.suppress(TimeoutError):  # what got no reply says so
             async with asyncio.timeout(limit_s):
                 for phase in phases:
-                    waiting = {job.script for job in jobs if not job.written} if self.spreads else ()
-                    await self._run_missing([call for call in phase if call not in waiting])
-        return self._judge([call for phase in phases for call in phase], jobs)
-
-    def _judge(self, calls: Sequence[RedisCall], jobs: Sequence[WriteAndRun]) -> Exception | None:
-        """Ends refused jobs. Returns and raises as `_attempt`."""
-        failed = [call for call in calls if call.error is not None]
-        if not failed:
-            return None
-        job_of = {call: job for job in jobs for call in job.calls if call.error is not None}
-        cause: Exception | None = None
-        for call in failed:
-            if call.error is None:  # its job has ended
-                continue
-            try:
-                check_passing(call.error, self._where)
-                cause = cause or call.error
-            except QueueError as refusal:
-                if call not in job_of:
-                    raise
-                job_of[call].end(refusal)
-        return cause
+                    await self._run_missing(phase)
+                    if any(call.error is not None for call in phase):
+                        break  # a script must see the writes of the phase before it
+        errors = [call.error for call in chain.from_iterable(phases) if call.error is not None]
+        for error in errors:
+            check_passing(error, self._where)
+        return errors[0] if errors else None
 
     async def _run_missing(self, phase: Sequence[RedisCall]) -> None:
         """Send the calls without a reply; Redis is taught scripts that it does not know."""

@@ -27,7 +27,6 @@ from penstock.transfer_queue.errors import (
     JournalMismatch,
     NoSuchRun,
     QueueError,
-    Refusal,
     RunTaken,
 )
 from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, task_cost
@@ -211,9 +210,6 @@ class RedisTransferQueue:
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         await self._completions.complete(lease, trajectory)
-
-    async def complete_many(self, finished: Sequence[tuple[Lease, Trajectory]]) -> list[Refusal | None]:
-        return await self._completions.complete_many(finished)
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
         packed = pack_plain(outcome_to_plain(outcome), "outcome")

@@ -89,7 +89,7 @@ class Worker:
             self._told.write("leased", episode=lease.episode_id, fence=lease.fence, owner=owner)
             await self._attempt(lease, version, ended)
         if ended:
-            await (self._complete_many if self._chance.random() < 0.5 else self._complete_at_once)(ended)
+            await self._complete_at_once(ended)
         if not leases:
             await asyncio.sleep(IDLE_S)
 
@@ -173,14 +173,6 @@ class Worker:
         if self._chance.random() < OTHERWISE and not self._plan.may_lose_tail:
             await self._queue.complete(lease, trajectory_of(lease, entries, 1.0 - (reward or 0.0)))
             self._told.write("repeated", episode=lease.episode_id, fence=lease.fence)
-
-    async def _complete_many(self, ended: list[Ended]) -> None:
-        refusals = await self._queue.complete_many([(lease, trajectory) for lease, trajectory, _ in ended])
-        for (lease, _, facts), refusal in zip(ended, refusals, strict=True):
-            if refusal is None:
-                self._acknowledged(facts)
-            else:
-                await self._refused(lease, refusal)
 
     async def _complete_at_once(self, ended: list[Ended]) -> None:
         """Their calls share round trips with each other and with those of the other coroutines."""
