@@ -13,11 +13,11 @@ import pytest_asyncio
 
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import Archive, Limits, RedisServer, RedisTransferQueue, TransferQueue
-from penstock.transfer_queue.redis.server import RedisCluster
 
-sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples and redis_parts
+sys.path.insert(0, str(Path(__file__).parent))  # test files share queue_samples, redis_cluster and redis_parts
 
 from queue_samples import LIMITS, archive_of
+from redis_cluster import RedisCluster
 from redis_parts import CONFIG, PASSWORD
 
 MakeQueue = Callable[[Limits], Awaitable[TransferQueue]]

@@ -28,6 +28,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from queue_samples import INFRA, spill, task, trajectory, turn
+from redis_cluster import RedisCluster
 
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import (
@@ -46,7 +47,6 @@ from penstock.transfer_queue import (
     TransferQueueConfig,
     check_limits,
 )
-from penstock.transfer_queue.redis.server import RedisCluster
 
 WORKERS = ["a", "b", "c"]
 LEASE_TTL_S = 1000.0

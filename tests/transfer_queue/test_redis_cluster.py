@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from redis.crc import key_slot
+from redis_cluster import RedisCluster
 from redis_parts import PASSWORD, make_certificates, nothing_left_open, open_to, small_scripts  # noqa: F401 - a fixture
 
 from penstock.transfer_queue import QueueError, QueueUnavailable, RedisServer
 from penstock.transfer_queue.redis import Connection
-from penstock.transfer_queue.redis.server import RedisCluster
 
 pytestmark = [pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
 

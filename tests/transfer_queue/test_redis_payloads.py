@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from queue_samples import LIMITS, at, same, spill, tasks, trajectory
+from redis_cluster import RedisCluster
 from redis_parts import CONFIG, PASSWORD
 
 from penstock.transfer_queue import (
@@ -24,7 +25,6 @@ from penstock.transfer_queue import (
     RedisTransferQueue,
     encode_trajectory,
 )
-from penstock.transfer_queue.redis.server import RedisCluster
 
 pytestmark = pytest.mark.redis
 

@@ -19,7 +19,6 @@ from redis_parts import open_to
 
 from penstock.transfer_queue import QueueError, RedisServer
 from penstock.transfer_queue.redis import RedisBinary, find_redis_server, free_port
-from penstock.transfer_queue.redis.server import RedisCluster
 from penstock.transfer_queue.redis.server_config import ServerOptions, check_free, server_environment
 
 pytestmark = pytest.mark.redis
@@ -304,11 +303,6 @@ def test_a_port_that_was_just_closed_is_free() -> None:
             assert client.recv(1) == b""
     assert not can_bind(port)
     check_free(port)
-
-
-def test_a_cluster_of_no_node_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(QueueError, match="nodes: 0"):
-        RedisCluster(tmp_path, PASSWORD, nodes=0)
 
 
 def test_a_machine_without_two_ports_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

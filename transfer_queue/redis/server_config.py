@@ -66,7 +66,7 @@ class ServerOptions:
     tls_key: Path | None = None
     tls_ca: Path | None = None
     cluster: bool = False
-    """A node of a Redis Cluster; see `RedisCluster`."""
+    """A node of a Redis Cluster."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[!#-~]{8,}", self.password):
