@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, cast
 
-from penstock.common import NO_SPAN, NoSpan, OpenSpan, current_context, spans_on, start_span, use_span
+from penstock.common import OpenSpan, current_context, spans_on, start_span
+from penstock.common.tracing import NO_SPAN, NoSpan, use_span
 from penstock.sandbox import Sandbox
 from penstock.transfer_queue import Lease, Outcome, OutcomeKind
 

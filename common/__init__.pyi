@@ -9,11 +9,8 @@ from .backoff import Backoff as Backoff
 from .backoff import retry as retry
 from .concurrency import cancel_and_wait as cancel_and_wait
 from .concurrency import gather_or_cancel as gather_or_cancel
-from .device_locks import DEVICE_WAIT_S as DEVICE_WAIT_S
 from .device_locks import DeviceBusy as DeviceBusy
 from .device_locks import load_on_devices as load_on_devices
-from .device_locks import named_gpus as named_gpus
-from .device_locks import until_up as until_up
 from .device_locks import visible_devices as visible_devices
 from .errors import USERS_FAULTS as USERS_FAULTS
 from .errors import describe_error as describe_error
@@ -24,7 +21,6 @@ from .files import append_jsonl as append_jsonl
 from .files import atomic_path as atomic_path
 from .files import end_last_line as end_last_line
 from .files import fsync_path as fsync_path
-from .files import fsync_tree as fsync_tree
 from .files import iter_jsonl as iter_jsonl
 from .files import last_by as last_by
 from .files import open_private as open_private
@@ -32,7 +28,6 @@ from .files import private_folder as private_folder
 from .files import read_jsonl as read_jsonl
 from .files import rewrite_jsonl as rewrite_jsonl
 from .files import write_atomically as write_atomically
-from .files import write_synced as write_synced
 from .http import HttpError as HttpError
 from .http import LimitBody as LimitBody
 from .http import RequireToken as RequireToken
@@ -45,7 +40,6 @@ from .http import error_response as error_response
 from .http import header as header
 from .http import opens as opens
 from .http import same_token as same_token
-from .http_connections import HttpConnections as HttpConnections
 from .http_server import HttpServer as HttpServer
 from .http_server import listen as listen
 from .http_server import serve as serve
@@ -78,8 +72,6 @@ from .registry import UnknownName as UnknownName
 from .registry import nearest as nearest
 from .registry import options_of as options_of
 from .registry import pattern_of as pattern_of
-from .tracing import NO_SPAN as NO_SPAN
-from .tracing import NoSpan as NoSpan
 from .tracing import OpenSpan as OpenSpan
 from .tracing import context_of as context_of
 from .tracing import current_context as current_context
@@ -87,4 +79,3 @@ from .tracing import export_spans as export_spans
 from .tracing import spans_on as spans_on
 from .tracing import start_span as start_span
 from .tracing import trace_headers as trace_headers
-from .tracing import use_span as use_span

@@ -30,7 +30,6 @@ from .job import threads_here as threads_here
 from .learner import Learner as Learner
 from .loop import train as train
 from .packing import Pack as Pack
-from .packing import join_rows as join_rows
 from .packing import pack_rows as pack_rows
 from .ranks.distributed import Ranks as Ranks
 from .ranks.distributed import TorchThread as TorchThread

@@ -16,7 +16,8 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from penstock.common import DEVICE_WAIT_S, load_on_devices, process_identity, visible_devices
+from penstock.common import load_on_devices, process_identity, visible_devices
+from penstock.common.device_locks import DEVICE_WAIT_S
 from penstock.trainer.engine import Engine, SharingEngine
 from penstock.trainer.job import BadJob, TrainJob
 from penstock.trainer.publish import Publisher

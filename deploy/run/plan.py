@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.common import named_gpus
+from penstock.common.device_locks import named_gpus
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import RunConnection
 from penstock.deploy.run.processes import RoleSpec

@@ -25,8 +25,8 @@ from penstock.common import (
     metrics_token,
     raise_open_files,
     uncollected,
-    until_up,
 )
+from penstock.common.device_locks import until_up
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, archive_of, limits_of
 from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, TORCHRUN_TELLS, TRAINER_STOP_S, trainer_stop_s

@@ -20,7 +20,8 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.agent_loops import InfraFailure
-from penstock.common import HttpConnections, LimitBody, RequireToken, opens, same_token
+from penstock.common import LimitBody, RequireToken, opens, same_token
+from penstock.common.http_connections import HttpConnections
 from penstock.gateway.errors import PREFIX, ClientErrors, GatewayError, Gone, NoEpisode, NotNow, TooLong
 from penstock.gateway.prefix_tree import PrefixMatch, Turn
 from penstock.gateway.recorded_loop import infra_failure_of

@@ -20,7 +20,6 @@ from penstock.common import (
     append_jsonl,
     atomic_path,
     end_last_line,
-    fsync_tree,
     iter_jsonl,
     last_by,
     open_private,
@@ -28,9 +27,8 @@ from penstock.common import (
     read_jsonl,
     rewrite_jsonl,
     write_atomically,
-    write_synced,
 )
-from penstock.common.files import FileLocked
+from penstock.common.files import FileLocked, fsync_tree, write_synced
 
 HOLDER = """
 import sys, time

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from tests.deploy.conftest import REPOSITORY, LivingRun, assert_accounts_balance
-
-from penstock.transfer_queue.redis import free_port
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(900)]
 pytest.importorskip("agents", reason="the OpenAI Agents SDK (openai-agents) is not installed")

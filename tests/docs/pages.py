@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from scripts.reference import PAGES as REFERENCE
+from scripts.reference.pages import PAGES as REFERENCE
 
 ROOT = Path(__file__).parents[2]
 GENERATED = {f"docs/{name}": render for name, render in REFERENCE.items()}

@@ -8,16 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from scripts.model_table import (
-    CHEAP,
-    ENVIRONMENTS,
-    FAMILIES,
-    Unavailable,
-    read_cells,
-    render,
-    try_families,
-    try_in_environment,
-)
+from scripts.model_table.environments import ENVIRONMENTS, Unavailable, try_in_environment
+from scripts.model_table.families import FAMILIES
+from scripts.model_table.page import CHEAP, read_cells, render
+from scripts.model_table.trying import try_families
 
 pytestmark = pytest.mark.torch
 

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
-from scripts.reference import PAGES, PUBLIC, describe, python, section_of, type_text, write
+from scripts.reference import python
+from scripts.reference.configuration import section_of
+from scripts.reference.pages import PAGES, write
+from scripts.reference.public import PUBLIC
+from scripts.reference.schema_text import describe, type_text
 from tests.docs.pages import text_of
 
 from penstock.deploy import RunConfig

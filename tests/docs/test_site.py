@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
-from scripts.reference import write
+from scripts.reference.pages import write
 from tests.docs.pages import GENERATED, PAGES, ROOT
 
 DOCS = ROOT / "docs"

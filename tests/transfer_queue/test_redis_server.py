@@ -18,8 +18,14 @@ import pytest
 from redis_parts import open_to
 
 from penstock.transfer_queue import QueueError, RedisServer
-from penstock.transfer_queue.redis import RedisBinary, find_redis_server, free_port
-from penstock.transfer_queue.redis.server_config import ServerOptions, check_free, server_environment
+from penstock.transfer_queue.redis import find_redis_server
+from penstock.transfer_queue.redis.server_config import (
+    RedisBinary,
+    ServerOptions,
+    check_free,
+    free_port,
+    server_environment,
+)
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"

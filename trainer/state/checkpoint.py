@@ -29,7 +29,8 @@ from typing import Any
 
 import xxhash
 
-from penstock.common import fsync_path, fsync_tree, write_atomically
+from penstock.common import fsync_path, write_atomically
+from penstock.common.files import fsync_tree
 from penstock.transfer_queue import DataCursor
 
 COMPLETE = "complete"

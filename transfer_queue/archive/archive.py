@@ -27,7 +27,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.common import fsync_path, write_atomically, write_synced
+from penstock.common import fsync_path, write_atomically
+from penstock.common.files import write_synced
 from penstock.transfer_queue.archive.columns import VALUES, table_of, trajectories_of
 from penstock.transfer_queue.errors import BadPayload
 from penstock.transfer_queue.types import Trajectory

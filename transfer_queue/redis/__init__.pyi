@@ -7,6 +7,4 @@ from .client import Connection as Connection
 from .cluster import redact as redact
 from .replies import journal_from_values as journal_from_values
 from .server_config import USERS_VERSION as USERS_VERSION
-from .server_config import RedisBinary as RedisBinary
 from .server_config import find_redis_server as find_redis_server
-from .server_config import free_port as free_port

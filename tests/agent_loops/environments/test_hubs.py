@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from tests.agent_loops.environments.conftest import HUBS, Play, hub
 from tests.agent_loops.loops.conftest import check_fed
+from tests.ports import free_port
 
 from penstock.transfer_queue import OutcomeKind
 
@@ -145,12 +146,6 @@ sys.path.append({recipe!r})
 import openenv_server
 openenv_server.main()
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:

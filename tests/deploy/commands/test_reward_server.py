@@ -11,12 +11,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.ports import free_port
 from tests.tiny_model import SHAPE, save_tokenizer
 from tests.until import until_in_threads
 from typer.testing import CliRunner
 
 from penstock.deploy import app
-from penstock.transfer_queue.redis import free_port
 
 torch = pytest.importorskip("torch")
 

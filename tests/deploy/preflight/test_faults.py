@@ -19,10 +19,10 @@ from tests.deploy.preflight.preflight_support import (
     assert_refused,
     failed,
     small_disk,
-    unused_port,
     write_huge_model,
 )
 from tests.deploy.preflight.skewed_clock import skewed
+from tests.ports import free_port
 from tests.tiny_model import save_tiny_model
 
 from benchmarks.support.boxes import sandbox_server
@@ -494,7 +494,7 @@ async def test_redis_with_a_clock_two_minutes_ahead(tmp_path: Path, monkeypatch:
 
 def test_redis_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.deploy.preflight.network.ANSWER_DEADLINE_S", 0.2)
-    words = [f"transfer_queue.url=redis://127.0.0.1:{unused_port()}"]
+    words = [f"transfer_queue.url=redis://127.0.0.1:{free_port()}"]
     assert_refused(check_own_redis, words, "redis", r"reach its port, or correct transfer_queue\.url")
 
 

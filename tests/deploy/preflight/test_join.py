@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from tests.dashboard.living_run import LivingRun
-from tests.deploy.preflight.preflight_support import RECIPE, unused_port
+from tests.deploy.preflight.preflight_support import RECIPE
+from tests.ports import free_port
 from tests.rollout_server.conftest import small_config
 from typer.testing import CliRunner
 
@@ -91,7 +92,7 @@ async def test_without_servers_and_with_one_that_cannot_be_reached(
 ) -> None:
     none = (await asked(link))["servers"]
     assert (none.verdict, "penstock rollout" in none.fix) == ("warn", True)
-    await queue.heartbeat(ServerInfo("far", f"http://127.0.0.1:{unused_port()}", 0))
+    await queue.heartbeat(ServerInfo("far", f"http://127.0.0.1:{free_port()}", 0))
     found = (await asked(link))["server far"]
     assert not found.ok
     assert "reach its port" in found.fix
@@ -142,7 +143,7 @@ async def test_a_server_whose_certificate_the_system_trusts_is_reached(
 
 
 async def test_weights_that_this_machine_cannot_fetch(link: RunConnection, queue: RedisTransferQueue) -> None:
-    manifest = {"transport": "http", "url": f"http://127.0.0.1:{unused_port()}/weights-00000000.safetensors"}
+    manifest = {"transport": "http", "url": f"http://127.0.0.1:{free_port()}/weights-00000000.safetensors"}
     assert await queue.renew_manifest(Announcement(0, manifest))
     found = (await asked(link))["weights"]
     assert not found.ok
@@ -156,7 +157,7 @@ async def test_weights_that_a_server_cannot_fetch(tmp_path: Path) -> None:
     async with LivingRun(tmp_path / "runs", "mine") as run:
         run.beating.cancel()
         link = RunConnection.from_lines((run.root / "connect.env").read_text())
-        url = f"http://127.0.0.1:{unused_port()}/weights-00000001.safetensors"
+        url = f"http://127.0.0.1:{free_port()}/weights-00000001.safetensors"
         async with served(run.queue, tmp_path, link.token):
             file = ChainFile(1, None, url, 10, "0" * 16, "0" * 16)
             await run.train(Manifest("http", (file,), ()).as_dict())

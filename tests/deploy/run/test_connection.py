@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from penstock.deploy.run.plan import page_roles
 from penstock.rollout_server import RolloutConfig
 from penstock.trainer import DataConfig
 from penstock.transfer_queue import Limits, NoSuchRun, QueueError, RedisServer
-from penstock.transfer_queue.redis import Connection, RedisBinary, find_redis_server
+from penstock.transfer_queue.redis import Connection, find_redis_server
 
 CONFIG = RunConfig(name="mine", model="m", data=DataConfig(train="t"))
 PASSWORDS = {"trainer": "trainers-own", "agent": "agents-own", "rollout": "rollouts-own", "watch": "for-onlookers"}
@@ -142,8 +143,8 @@ async def test_the_runs_own_redis_knows_the_roles_and_they_wait_for_the_run(tmp_
 async def test_an_older_redis_has_one_password(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = find_redis_server().path
-    monkeypatch.setattr("penstock.deploy.run.connection.find_redis_server", lambda: RedisBinary(path, (6, 2)))
+    older = replace(find_redis_server(), version=(6, 2))
+    monkeypatch.setattr("penstock.deploy.run.connection.find_redis_server", lambda: older)
     with caplog.at_level(logging.WARNING):
         async with own_redis(CONFIG, RunDir(tmp_path), "token") as (link, _):
             assert link.of_role("agent").environment() == link.environment()

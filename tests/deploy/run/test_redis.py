@@ -17,6 +17,7 @@ import pytest
 import redis
 from tests.deploy.conftest import REPOSITORY
 from tests.living import living_below
+from tests.ports import free_port
 from tests.until import until, until_in_threads
 from typer.testing import CliRunner
 
@@ -28,7 +29,7 @@ from penstock.deploy.run.plan import Role
 from penstock.deploy.run.supervisor import LocalPlacement
 from penstock.trainer import DataConfig
 from penstock.transfer_queue import QueueError, RedisServer, TransferQueueConfig
-from penstock.transfer_queue.redis import free_port, role_users
+from penstock.transfer_queue.redis import role_users
 
 pytestmark = pytest.mark.redis
 PASSWORD, AGENT = "the-owners-password", "the-agents-password"

@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from penstock.common import spans_on, start_span, tracing, use_span
+from penstock.common import spans_on, start_span, tracing
+from penstock.common.tracing import use_span
 from penstock.deploy.telemetry.metrics import with_spans
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"

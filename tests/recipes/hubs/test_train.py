@@ -56,7 +56,8 @@ def test_episodes_of_a_killed_worker_are_played_again(start_run: Callable[..., L
 @pytest.fixture
 def digits() -> Iterator[str]:
     """The recipe's own server."""
-    from tests.agent_loops.environments.test_hubs import free_port, wait_for_port
+    from tests.agent_loops.environments.test_hubs import wait_for_port
+    from tests.ports import free_port
 
     port = free_port()
     argv = [sys.executable, "-P", str(RECIPES / "hubs/openenv_server.py"), "--port", str(port)]

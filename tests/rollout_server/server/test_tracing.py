@@ -6,8 +6,8 @@ import pytest
 from tests.rollout_server.conftest import rollout_server
 from tests.until import until
 
-from penstock.common import current_context, start_span, trace_headers, use_span
-from penstock.common.tracing import install_tracer
+from penstock.common import current_context, start_span, trace_headers
+from penstock.common.tracing import install_tracer, use_span
 from penstock.rollout_server import GenerateRequest, Sampling
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest_asyncio
+from tests.ports import free_port
 
 from penstock.sandbox import RemoteSandbox, SandboxConfig
 from penstock.sandbox.server import serve
@@ -22,12 +22,6 @@ Start = Callable[..., Any]
 
 def headers(token: str = TOKEN) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
 
 
 async def answers(url: str, deadline_s: float = 60.0) -> None:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.ports import free_port
 from tests.sandbox.conftest import box_cgroups, box_processes
 from tests.sandbox.containers import IMAGE, containers_of
-from tests.sandbox.server.conftest import TOKEN, answers, free_port, headers, remote_of
+from tests.sandbox.server.conftest import TOKEN, answers, headers, remote_of
 from tests.until import until
 
 from penstock.deploy import ConfigError, load_sandbox

@@ -12,7 +12,8 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
-from tests.sandbox.server.conftest import answers, free_port, headers
+from tests.ports import free_port
+from tests.sandbox.server.conftest import answers, headers
 
 from penstock.sandbox import SandboxConfig
 from penstock.sandbox.server import serve

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.deploy.conftest import RECIPE
+from tests.ports import free_port
 from typer.testing import CliRunner
 
 from penstock.deploy import ConfigError, app
 from penstock.deploy.placements.compose.stack import Stack, make_stack
-from penstock.transfer_queue.redis import find_redis_server, free_port
+from penstock.transfer_queue.redis import find_redis_server
 
 LOGINS = {"owner_login", "agent_login", "rollout_login", "watch_login", "page_login", "sandbox_login"}
 

@@ -13,10 +13,11 @@ import typer
 import yaml
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
+from tests.ports import free_port
 from typer.testing import CliRunner
 
 from penstock.deploy import app, load_config
-from penstock.transfer_queue.redis import find_redis_server, free_port
+from penstock.transfer_queue.redis import find_redis_server
 
 helm = pytest.importorskip("helm_python", reason="helm-python-sdk is not installed: pip install 'penstock[dev]'")
 kubernetes_validate = pytest.importorskip(

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from penstock.rollout_server import Sampling
 from penstock.rollout_server.engines.hf.attention import NAME, UnsupportedArguments, attend_by_request
 from penstock.rollout_server.engines.hf.batch import Batcher
-from penstock.trainer import ModelLimits, Pack, join_rows, make_row
+from penstock.trainer import ModelLimits, Pack, make_row, pack_rows
 from penstock.trainer.engines.fsdp import load_policy
 from penstock.transfer_queue import Segment
 
@@ -62,7 +62,9 @@ def pack_of(prompt: Sequence[int], sampled: Sequence[int], vocab: int = 64) -> P
         version_spans=np.array([[0, 0, len(sampled)]], dtype=np.int32),
         turn_starts=np.array([0], dtype=np.int32),
     )
-    return join_rows([make_row(0, segment, "", step=0, bound=0, model=ModelLimits(context=256, vocab=vocab))])
+    row = make_row(0, segment, "", step=0, bound=0, model=ModelLimits(context=256, vocab=vocab))
+    (pack,) = pack_rows([row], 256)
+    return pack
 
 
 def trainer_logprobs(model: str, prompt: list[int], sampled: list[int]) -> list[float]:

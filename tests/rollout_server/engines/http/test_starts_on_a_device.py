@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from tests.rollout_server.conftest import small_config
 
-from penstock.common import FileLock, until_up
+from penstock.common import FileLock
+from penstock.common.device_locks import until_up
 from penstock.rollout_server import EngineError, engine_logs, up_file
 from penstock.rollout_server.engines.http.event_client import EngineAddress
 from penstock.rollout_server.engines.http.server_process import ChildServer, Installation

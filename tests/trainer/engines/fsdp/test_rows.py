@@ -18,7 +18,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import transformers
-from scripts.model_table import FAMILIES, SAME, Family, gaps, tiny_rows
+from scripts.model_table.families import FAMILIES, Family
+from scripts.model_table.trying import SAME, gaps, tiny_rows
 from tests.tiny_model import SHAPE
 
 from penstock.trainer import BadJob, Ranks, TrainerConfig, pack_rows
