@@ -42,7 +42,6 @@ from penstock.tools import (
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import JournalEntry, JournalKind, Task
 
-RESULT_FIELDS = tuple(one.name for one in fields(ToolResult))
 log = logging.getLogger(__name__)
 
 
@@ -248,7 +247,7 @@ async def _execute(
 
 def _plain(result: ToolResult) -> dict[str, Any]:
     """Returns the fields by name; `asdict` would copy every element of every field."""
-    return {name: getattr(result, name) for name in RESULT_FIELDS} | {"metrics": dict(result.metrics)}
+    return {one.name: getattr(result, one.name) for one in fields(ToolResult)} | {"metrics": dict(result.metrics)}
 
 
 def _cut(result: ToolResult, config: ToolConfig, count_tokens: CountTokens | None) -> ToolResult:

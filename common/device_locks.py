@@ -24,9 +24,6 @@ from penstock.common.files import LOCK_POLL_S, FileLock, private_folder
 logger = logging.getLogger(__name__)
 DEVICE_WAIT_S = 1800.0
 """Ten starts of ordinary length, for those who start on one GPU."""
-GPU_NAME = re.compile(r"\d+|(GPU|MIG)-.+")
-ENGINES_WAIT_S = 900.0
-"""The trainer's wait for engines on its GPUs."""
 
 
 class DeviceBusy(Exception):
@@ -64,7 +61,8 @@ async def load_on_devices(name: str, devices: Sequence[str], wait_s: float = DEV
 def named_gpus(words: str) -> tuple[str, ...]:
     """Return the GPUs of a value of CUDA_VISIBLE_DEVICES. As CUDA does, read up to the first word that names none:
     ``-1``, ``NoDevFiles`` (Slurm's), ``void``, also ``all``."""
-    return tuple(itertools.takewhile(GPU_NAME.fullmatch, (word.strip() for word in words.split(","))))
+    gpu = re.compile(r"\d+|(GPU|MIG)-.+")
+    return tuple(itertools.takewhile(gpu.fullmatch, (word.strip() for word in words.split(","))))
 
 
 def visible_devices() -> tuple[str, ...]:
@@ -75,7 +73,7 @@ def visible_devices() -> tuple[str, ...]:
     return tuple(path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
-async def until_up(files: Sequence[Path], wait_s: float = ENGINES_WAIT_S) -> None:
+async def until_up(files: Sequence[Path], wait_s: float = 900.0) -> None:
     """Returns when the up-file of each engine is locked; with a warning after `wait_s` seconds."""
     deadline, waited = time.monotonic() + wait_s, False
     while absent := [str(file) for file in files if not _is_up(file)]:

@@ -19,8 +19,6 @@ from uvicorn.server import ServerState
 from penstock.common.concurrency import cancel_and_wait
 from penstock.common.http_server import KEEP_ALIVE_S
 
-SMALL_BYTES = 256
-
 
 class BoundedConnection(h11.Connection):
     """Refuses a body that comes in very many small pieces."""
@@ -32,7 +30,7 @@ class BoundedConnection(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._small = 0
-        elif isinstance(event, h11.Data) and len(event.data) < SMALL_BYTES:
+        elif isinstance(event, h11.Data) and len(event.data) < 256:
             self._small += 1
             # Each costs the event loop as much as a large one.
             if self._small > 1024:

@@ -39,7 +39,6 @@ GEN_AI = {
 }
 """Names by OpenTelemetry's semantic conventions."""
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 TEXT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 """``true``: spans hold prompts, answers, tool arguments and results too."""
 FLUSH_S = 5.0
@@ -237,7 +236,8 @@ async def export_spans(
 
 def _otlp(environment: Mapping[str, str]) -> SpanExporter:
     """HTTP unless gRPC is asked for, whose exporter is a separate package. Raises `ImportError`."""
-    protocol = next((environment[name] for name in PROTOCOL_VARIABLES if environment.get(name)), "http/protobuf")
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next((environment[name] for name in variables if environment.get(name)), "http/protobuf")
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 

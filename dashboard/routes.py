@@ -74,14 +74,6 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
 
 
 Points = Annotated[int, Query(ge=10, le=2000)]
-IMAGE_KINDS = {
-    "image/png": b"\x89PNG",
-    "image/jpeg": b"\xff\xd8\xff",
-    "image/gif": b"GIF8",
-    "image/webp": b"RIFF",
-    "image/bmp": b"BM",
-}
-"""Image formats that a browser draws, by their first bytes. Nothing else is sent: an episode may bring anything."""
 
 
 class Page(TrajectoryQuery):
@@ -152,7 +144,15 @@ def _add_trajectories(router: APIRouter, folders: RunFolders) -> None:
     def image(run: str, name: str) -> Response:
         """An image of a recorded trajectory, by the sha256 that the record names it by."""
         data = folders.run(run).image(name)
-        kind = next((kind for kind, begins in IMAGE_KINDS.items() if data and data.startswith(begins)), None)
+        # Image formats that a browser draws, by their first bytes. Nothing else is sent: an episode may bring anything.
+        kinds = {
+            "image/png": b"\x89PNG",
+            "image/jpeg": b"\xff\xd8\xff",
+            "image/gif": b"GIF8",
+            "image/webp": b"RIFF",
+            "image/bmp": b"BM",
+        }
+        kind = next((kind for kind, begins in kinds.items() if data and data.startswith(begins)), None)
         if data is None or kind is None:
             return error_response(404, "name", f"no image {name[:80]!r} is recorded")
         return Response(data, media_type=kind)

@@ -287,7 +287,6 @@ def hash_of(ids: Sequence[int]) -> int:
 
 Message = Mapping[str, Any]
 ROLES = {"developer": "system"}
-MAX_DOUBLE = int(sys.float_info.max)
 
 
 def digest(text: str) -> str:
@@ -376,5 +375,5 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_numbers(one) for one in value]
     if isinstance(value, int) and not isinstance(value, bool):
-        return float(value) if abs(value) <= MAX_DOUBLE else value
+        return float(value) if abs(value) <= sys.float_info.max else value
     return value + 0.0 if isinstance(value, float) else value  # -0.0 is 0

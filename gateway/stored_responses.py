@@ -19,7 +19,6 @@ from penstock.gateway.wire.types import InvalidRequest, item_id
 
 Query = Mapping[str, list[str]]
 MAX_PAGE = 100
-USUAL_PAGE = 20
 
 
 async def answer_stored(episode: GatewaySession, method: str, response_id: str, part: str, query: str) -> Any:
@@ -55,7 +54,7 @@ async def list_input(episode: GatewaySession, turn: Turn, query: Query) -> Mappi
     order = query.get("order", ["desc"])[-1]
     if order not in ("asc", "desc"):
         raise InvalidRequest("order", "must be 'asc' or 'desc'", "invalid_value")
-    limit = query.get("limit", [str(USUAL_PAGE)])[-1]
+    limit = query.get("limit", ["20"])[-1]
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MAX_PAGE):
         raise InvalidRequest("limit", f"must be an integer from 1 to {MAX_PAGE}", "invalid_value")
     items = list(_items_before(turn))[:: 1 if order == "asc" else -1]

@@ -18,21 +18,14 @@ _AND, _JUMP_ALWAYS = 0x54, 0x05
 _OFFSET_NUMBER, _OFFSET_ARCH, _OFFSET_ARG0 = 0, 4, 16
 _NEW_NAMESPACES = 0x7E020000
 """All CLONE_NEW* flags of clone()."""
-_FAMILIES = (1, 2, 10, 16)
-"""AF_UNIX, AF_INET, AF_INET6, AF_NETLINK: held by the network namespace."""
 _X32_BIT = 0x40000000
 
-_SINCE_424 = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
-"""io_uring_setup, _enter, _register, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, pidfd_getfd,
-mount_setattr: the same numbers on every architecture."""
 _CLONE3, _CACHESTAT = 435, 451
 
 
 _MAP_HUGETLB, _MAP_ANONYMOUS, _MAP_SHARED = 0x40000, 0x20, 0x01
 _SOCK_TYPE, _SOCK_DGRAM, _SOCK_RAW = 0xF, 2, 3
 _AF_UNIX, _AF_NETLINK = 1, 16
-_OPEN_FILE_LOCKS = (37, 38)
-"""F_OFD_SETLK and F_OFD_SETLKW of fcntl(): locks that belong to no process, so that no list says whose they are."""
 _CLONE_FILES, _CLONE_THREAD = 0x400, 0x10000
 _COUNTED_PROTOCOLS = (0, 6, 17)
 """The family's own choice, TCP, UDP: buffers of others (ping, MPTCP, UDP-Lite) are in no figure."""
@@ -114,7 +107,10 @@ def build_filter(machine: str | None = None, *, countable: bool = False) -> byte
     program += [_step(_LOAD, _OFFSET_NUMBER), _step(_JUMP_GE, _X32_BIT, 0, 1), deny]
     # its flags lie in memory where a filter cannot look; glibc falls back to clone
     program += [_step(_JUMP_EQ, _CLONE3, 0, 1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
-    for number in (*arch.denied, *arch.shows_reads, _CACHESTAT, *_SINCE_424, *(arch.uncountable if countable else ())):
+    # io_uring_setup, _enter, _register, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, pidfd_getfd,
+    # mount_setattr: the same numbers on every architecture.
+    since_424 = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442)
+    for number in (*arch.denied, *arch.shows_reads, _CACHESTAT, *since_424, *(arch.uncountable if countable else ())):
         program += [_step(_JUMP_EQ, number, 0, 1), deny]
     # advice could evict pages that boxes share; it may be ignored, and some programs fail if it is refused
     program += [_step(_JUMP_EQ, arch.fadvise, 0, 1), _step(_RETURN, _ERRNO)]
@@ -132,7 +128,7 @@ def build_filter(machine: str | None = None, *, countable: bool = False) -> byte
     program += [_step(_JUMP_EQ, arch.clone, 0, 4), _step(_LOAD, _OFFSET_ARG0), _step(_JUMP_SET, _NEW_NAMESPACES, 0, 1)]
     program += [deny, _step(_RETURN, _ALLOW)]
     program += [_step(_JUMP_EQ, arch.socket, 1, 0), _step(_RETURN, _ALLOW), _step(_LOAD, _OFFSET_ARG0)]
-    for family in _FAMILIES:
+    for family in (1, 2, 10, 16):  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK: the network namespace bounds them
         program += [_step(_JUMP_EQ, family, 0, 1), _step(_RETURN, _ALLOW)]
     return b"".join([*program, deny])
 
@@ -153,7 +149,7 @@ def _shared_memory(deny: bytes) -> list[bytes]:
 def _open_file_locks(deny: bytes) -> list[bytes]:
     """Denies fcntl() locks that belong to no process."""
     steps = [_step(_LOAD, _argument(1))]
-    for command in _OPEN_FILE_LOCKS:
+    for command in (37, 38):  # F_OFD_SETLK, F_OFD_SETLKW: no list says whose locks they are
         steps += [_step(_JUMP_EQ, command, 0, 1), deny]
     return steps
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from penstock.sandbox.protocol import SandboxError
 
 LOCKS = ("/run", "/run/lock", "/tmp")  # noqa: S108 - the first writable one; to /run root alone writes
-SEARCH = 4096
-"""Blocks that are tried: a machine with as many workers has other troubles."""
 
 
 class UidBlocks:
@@ -37,7 +35,8 @@ class UidBlocks:
 
     def _claim(self) -> None:
         folder = next((one for one in LOCKS if os.access(one, os.W_OK)), None)
-        for step in range(min(SEARCH, self._count)):
+        # A machine with more workers than 4096 has other troubles.
+        for step in range(min(4096, self._count)):
             block = (self._pid + step) % self._count
             path = Path(folder) / f"penstock-uids-{self._first}-{block}" if folder is not None else None
             if block not in self._blocks and (path is None or self._lock(path)):

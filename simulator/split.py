@@ -8,8 +8,6 @@ from penstock.simulator.config import Simulation
 from penstock.simulator.pipeline import simulate
 from penstock.simulator.result import Result
 
-SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
-"""Shares of the GPUs for rollout that are tried."""
 WORTH_IT = 0.97
 """A split is recommended if its step takes at most this share of the time."""
 IDLE = 0.05
@@ -54,7 +52,7 @@ def limit(config: Simulation, result: Result) -> str:
 def splits(config: Simulation) -> list[Simulation]:
     """The same GPUs, divided otherwise; servers and ranks keep their sizes, and at least one of each stays."""
     configs: dict[tuple[int, int], Simulation] = {}
-    for share in SHARES:
+    for share in (0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
         servers = max(1, round(share * config.gpus / config.rollout.gpus))
         ranks = int((config.gpus - servers * config.rollout.gpus) // config.trainer.gpus)
         if ranks < 1 or (servers, ranks) == (config.rollout.servers, config.trainer.ranks):

@@ -18,15 +18,13 @@ from penstock.transfer_queue.status import EPISODE_TOTALS
 from penstock.transfer_queue.types import Announcement, DataCursor, DeadLetter, Limits, Outcome, OutcomeKind, Task
 from penstock.transfer_queue.validation import same_reward
 
-DEFAULT_LIMITS = Limits(group_size=1, groups_per_step=1, max_staleness=0)
-
 
 class MemoryState:
     """Groups, batches and counters of one run."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
-        self.limits = DEFAULT_LIMITS
+        self.limits = Limits(group_size=1, groups_per_step=1, max_staleness=0)
         self.groups: dict[str, MemoryGroup] = {}
         self.batches: dict[int, list[str]] = {}
         """Step → group ids, for fixed and uncommitted steps."""

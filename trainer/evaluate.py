@@ -23,14 +23,13 @@ from penstock.trainer.timeline import Timeline, Track
 from penstock.transfer_queue import Trajectory, TransferQueue, evaluation_split
 
 POLL_S = 0.25
-IDLE_TIMEOUT_S = 1800.0
-"""An evaluation of which no episode ends for so long is given up, so that later ones can start."""
 
 logger = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Only rank 0 evaluates. Without rows every method is a no-op."""
+    """Only rank 0 evaluates. Without rows every method is a no-op. An evaluation of which no episode ends for
+    `idle_timeout_s` is given up, so that later ones can start."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class Evaluator:
         rows: Sequence[DatasetRow],
         recorder: Recorder,
         timeline: Timeline | None = None,
-        idle_timeout_s: float = IDLE_TIMEOUT_S,
+        idle_timeout_s: float = 1800.0,
     ) -> None:
         self._queue = queue
         self._timeline = timeline or Timeline()

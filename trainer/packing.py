@@ -21,9 +21,6 @@ from torch import Tensor
 from penstock.trainer.batch import NO_ID, Row
 from penstock.trainer.prefix_trees import PrefixTree, Run, grow_trees, lay_out
 
-ON_HOST = ("image_bytes", "image_bounds", "shown", "forks", "run_lengths")
-"""Fields of a pack that go to no device."""
-
 
 class RowLayout(Enum):
     """The layout of rows that a model takes. It determines the cost of a pack, and so which rows are put together."""
@@ -119,7 +116,9 @@ class Pack:
         return replace(self, top_ids=None, top_logprobs=None)
 
     def to(self, device: torch.device) -> Pack:
-        names = [name for name in self.__slots__ if name not in ON_HOST and getattr(self, name) is not None]
+        # These fields go to no device.
+        on_host = ("image_bytes", "image_bounds", "shown", "forks", "run_lengths")
+        names = [name for name in self.__slots__ if name not in on_host and getattr(self, name) is not None]
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from penstock.trainer.ranks.distributed import Ranks
 
 EVALUATION = "eval/"
-SOMETIMES = (EVALUATION, "episode/", "outcome/", "source/", "curriculum/")
-"""Names that begin so are not in every line."""
 
 
 class Stopping:
@@ -54,7 +52,9 @@ class Stopping:
     def check(self, line: Mapping[str, Any]) -> None:
         """Raises `BadJob` where a step's whole line has no such name: the run would never stop."""
         name = self._config.metric
-        if self._config.enabled and name not in line and not name.startswith(SOMETIMES):
+        # Names that begin so are not in every line.
+        sometimes = (EVALUATION, "episode/", "outcome/", "source/", "curriculum/")
+        if self._config.enabled and name not in line and not name.startswith(sometimes):
             fix = nearest(name, line) or f"; there are {', '.join(sorted(line))}"
             raise BadJob(f"trainer.stop.metric is {name!r}, and metrics.jsonl has no such name{fix}")
 

@@ -45,8 +45,6 @@ from penstock.trainer.trainer_devices import TrainerDevices
 from penstock.transfer_queue import DataCursor, QueueError, check_quotas
 
 CLOSE_TIMEOUT_S = 10.0
-LAST_EVALUATION_S = 600.0
-"""The end of a run waits so long for its last evaluation."""
 P = ParamSpec("P")
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -259,7 +257,7 @@ class Trainer:
         if not is_over:
             return
         if self.evaluator is not None:
-            await self.evaluator.finish(self.step, LAST_EVALUATION_S)
+            await self.evaluator.finish(self.step, 600.0)
         if self.recorder is not None:
             self.recorder.ended(self.step, self.over or f"all {self.step} steps are trained")
 

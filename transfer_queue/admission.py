@@ -71,10 +71,6 @@ def most_together(losses: int) -> float:
     return math.inf if losses < 2 else 8 if losses == 2 else 1
 
 
-LEAST_LOST_LEASES = 4
-"""Least `Limits.max_lost_leases`: the last of the leases must be lost alone, see `most_together`."""
-
-
 BYTES_PER_TOKEN = 9
 """Bytes of one response token: id 4, logprob 4, mask 1."""
 FILTERS = ("none", "zero_variance")
@@ -86,7 +82,8 @@ def check_limits(limits: Limits) -> None:
         ("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1
     )
     least |= dict.fromkeys(("max_staleness", "max_groups", "max_filtered_steps"), 0)
-    least |= {"lease_ttl_s": 0.001, "max_lost_leases": LEAST_LOST_LEASES}
+    # The last of the leases must be lost alone, see `most_together`.
+    least |= {"lease_ttl_s": 0.001, "max_lost_leases": 4}
     numbers = {name: (getattr(limits, name), low) for name, low in least.items()}
     numbers |= {f"quota of {source!r}": (quota, 1) for source, quota in limits.quotas.items()}
     for name, (value, low) in numbers.items():

@@ -23,13 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 RETRY_FETCH_S = 1.0
-HISTORY = 20
 STRAGGLER_S = 60.0
-"""Behind for so long without any load that succeeded …"""
-STRAGGLER_VERSIONS = 2
-"""… and by this many versions."""
-FAILED_LOADS = 3
-"""Announcements refused one after the other."""
+"""A server so long, and two versions, behind without any load that succeeded should start over."""
 LoadOutcome = Literal["loaded", "refused", "unreachable"]
 T = TypeVar("T")
 
@@ -140,7 +135,7 @@ class WeightUpdater:
         """Why the newest weights are not held; empty if they are."""
         self.newest: Announcement | None = None
         self.refused: Announcement | None = None
-        self.history: deque[WeightsLoad] = deque(maxlen=HISTORY)
+        self.history: deque[WeightsLoad] = deque(maxlen=20)
         self.last: LoadReport | None = None
         self.pulls = 0
         """Times that the queue was asked and the answer dealt with."""
@@ -291,8 +286,8 @@ class WeightUpdater:
 
     async def straggles(self) -> str:
         """Why this server should start over; empty if it should not, or if others are no better."""
-        late = self.behind_s > STRAGGLER_S and self.behind_versions >= STRAGGLER_VERSIONS
-        if not late and self._refusals < FAILED_LOADS:
+        late = self.behind_s > STRAGGLER_S and self.behind_versions >= 2
+        if not late and self._refusals < 3:
             return ""
         try:
             others = await self._connection.ask(self._connection.queue.servers())

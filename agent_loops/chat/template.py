@@ -20,7 +20,6 @@ from penstock.tools.parsers import ToolCall
 
 Message = Mapping[str, Any]
 MARK = "REPLYMARKERQX"
-TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
@@ -46,7 +45,8 @@ def dated(template: Any, day: date) -> Any:
     if isinstance(template, Mapping):
         return {name: dated(one, day) for name, one in template.items()}
     # transformers hands no function to a template, so the calls are replaced by what they return.
-    return TODAY.sub(lambda call: json.dumps(day.strftime(call[2])), template) if template else template
+    call_of_today = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+    return call_of_today.sub(lambda call: json.dumps(day.strftime(call[2])), template) if template else template
 
 
 class ChatTemplate:

@@ -20,7 +20,6 @@ SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: Message = {"role": "user", "content": "What is 2+2? Ünïcode: 数 🙂"}
 AGAIN: Message = {"role": "user", "content": "And 3+3?"}
 RESULT = "RESULT4711"
-TOOL_TEXTS = (("4",), ("",), ("naïve – 数学 🙂\n\ttwo lines",), ("first", "second"), ('{"a": [1, 2]}',))
 PLAIN = "I shall look."
 THOUGHT = "Let me see."
 PICTURE = (
@@ -81,7 +80,7 @@ def _with_results(
     chat: ChatTokens, tools: Tools, name: str, content: str, reply_pieces: Sequence[str]
 ) -> Iterator[TemplateCase]:
     template = chat.template
-    for texts in TOOL_TEXTS:
+    for texts in (("4",), ("",), ("naïve – 数学 🙂\n\ttwo lines",), ("first", "second"), ('{"a": [1, 2]}',)):
         count = len(texts)
         calls = _calls(chat, tools, [USER], 0, count)
         reply, new = _reply(template, calls, content), results_of(template, calls, texts)

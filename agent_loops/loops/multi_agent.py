@@ -19,7 +19,6 @@ from penstock.tools import ToolResult, check_arguments
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import Task
 
-PLANNER_PROMPT = "Divide the task into questions, delegate them, and answer from what the helpers say."
 PARAMETERS = {
     "type": "object",
     "properties": {"question": {"type": "string"}},
@@ -55,7 +54,8 @@ class MultiAgentLoop(AgentLoopBase):
         self.helped: list[AgentLoopOutput] = []
 
     async def run(self, task: Task) -> list[AgentLoopOutput]:
-        talk = Conversation(self.chat, with_system(task.messages, PLANNER_PROMPT), [DELEGATE])
+        prompt = "Divide the task into questions, delegate them, and answer from what the helpers say."
+        talk = Conversation(self.chat, with_system(task.messages, prompt), [DELEGATE])
         outcome = None
         while not talk.done:
             reply = await self.llm.generate(talk.segment)

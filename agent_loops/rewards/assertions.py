@@ -33,7 +33,6 @@ _PREDICATES = {"startswith", "endswith", "equals"} | {
     name for kind in (str, bytes, set, float) for name in dir(kind) if name.startswith("is")
 }
 """Methods that say whether a value is as expected. An object of the program may have them all, and say yes."""
-_OURS = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare)
 _IN_BOX = (ast.Call, ast.Name, ast.Attribute, ast.Subscript)
 
 
@@ -130,7 +129,8 @@ class _Split(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> Any:
         if _in_box(node):
             return self._take(node)
-        if isinstance(node, ast.expr) and not isinstance(node, (*_OURS, *_IN_BOX)):
+        ours = (ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare)
+        if isinstance(node, ast.expr) and not isinstance(node, (*ours, *_IN_BOX)):
             raise _refused(node, f"{type(node).__name__} has no form outside the program")
         if isinstance(node, ast.Compare) and sum(map(_of_program, _sides(node))) > 1:
             raise _refused(node, "both sides come from the program")

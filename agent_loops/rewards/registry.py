@@ -60,7 +60,6 @@ DATA_SOURCES = {
     "reasoning_gym/*": "reasoning_gym",
 }
 """verl's names, and patterns of them → name of a reward."""
-NEVER_YET = "this worker had no reward of this data source yet, so that the recipe may be wrong"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,8 @@ class RewardFunction:
                 value = await self._reward.score(answer)
         except NoReward as error:
             if task.data_source not in self._proven:
-                raise InfraFailure(error.component, f"{error.reason}; {NEVER_YET}") from error
+                hint = "this worker had no reward of this data source yet, so that the recipe may be wrong"
+                raise InfraFailure(error.component, f"{error.reason}; {hint}") from error
             return Score(0.0, {"reward/no_reward": 1.0})
         except (InfraFailure, ToolInfraError) as error:
             raise InfraFailure(error.component, error.reason) from error

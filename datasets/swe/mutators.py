@@ -124,9 +124,6 @@ def _is_text(*nodes: ast.AST) -> bool:
     )
 
 
-_LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
-
-
 def wrong_condition(node: ast.AST, source: Source) -> Iterator[Edit]:
     """The opposite of an ``if``'s or ``while``'s."""
     if not isinstance(node, ast.If | ast.While):
@@ -140,7 +137,8 @@ def wrong_condition(node: ast.AST, source: Source) -> Iterator[Edit]:
 def removed_branch(node: ast.AST, source: Source) -> Iterator[Edit]:
     """An ``if`` that leaves the function or the loop, forgotten."""
     for statement in _spare(node):
-        if isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[-1], _LEAVES):
+        leaves = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+        if isinstance(statement, ast.If) and not statement.orelse and isinstance(statement.body[-1], leaves):
             yield from _without(statement, source)
 
 
@@ -204,8 +202,6 @@ MUTATORS: Mapping[str, Mutator] = {
     "removed statement": removed_statement,
     "wrong return": wrong_return,
 }
-_NOT_CODE = {"annotation", "returns", "type_params", "decorator_list", "args"}
-"""Fields that say something about the code, or that callers see: argument lists hold annotations and defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +245,9 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
         return
     yield node
     for name, value in ast.iter_fields(node):
-        if name in _NOT_CODE and not isinstance(node, ast.Call):
+        # These fields say something about the code, or callers see them: argument lists hold annotations and defaults.
+        not_code = {"annotation", "returns", "type_params", "decorator_list", "args"}
+        if name in not_code and not isinstance(node, ast.Call):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST):

@@ -17,7 +17,6 @@ from penstock.datasets.swe.store import TreeStore
 PYTHON = "/opt/venv/bin/python"
 """recipes/swe/Dockerfile moves it there: in the repository it would be copied into every box."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m|\r")
-_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR) (\S+\.py::.+?)(?: - .*)?$", re.MULTILINE)
 _SUMMARY = "short test summary info"
 
 
@@ -56,7 +55,8 @@ def _outcomes(ran: Mapping[str, Any], field: str) -> dict[str, str]:
     log = _ANSI.sub("", str(ran.get(field) or ""))
     if _SUMMARY not in log:
         raise BadRow(f"field 'execution_result_content': {field} holds no summary of pytest -rA")
-    return {test: outcome for outcome, test in _OUTCOME.findall(log.rpartition(_SUMMARY)[2])}
+    line = re.compile(r"^(PASSED|FAILED|ERROR) (\S+\.py::.+?)(?: - .*)?$", re.MULTILINE)
+    return {test: outcome for outcome, test in line.findall(log.rpartition(_SUMMARY)[2])}
 
 
 def _test_patch(ran: Mapping[str, Any], scratch: TreeStore) -> str:

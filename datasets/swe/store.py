@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 DEADLINE_S = 120
-_SOMEBODY = b"snapshot <snapshot@localhost> 946684800 +0000"
 _ENVIRONMENT = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "LC_ALL": "C", "PATH": "/usr/bin:/bin"}
 Files = Mapping[str, bytes]
 """path → content; a path that is executable ends up as a plain file"""
@@ -32,7 +31,8 @@ class TreeStore:
     def commit(self, name: str, files: Files) -> str:
         """Id of the commit that `refs/tasks/NAME` is from now on. Raises `GitFailed`."""
         reference = f"refs/tasks/{name}"
-        parts = [b"commit %s\ncommitter %s\ndata 8\nsnapshot\n" % (reference.encode(), _SOMEBODY)]
+        committer = b"snapshot <snapshot@localhost> 946684800 +0000"
+        parts = [b"commit %s\ncommitter %s\ndata 8\nsnapshot\n" % (reference.encode(), committer)]
         for path, content in sorted(files.items()):
             quoted = '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
             parts.append(b"M 100644 inline %s\ndata %d\n%s\n" % (quoted.encode(), len(content), content))

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from penstock.datasets.swe.rows import BadRow, Fields, Raw, text, texts
 
-_TEST_FILE = re.compile(r"^\+\+\+ b/(\S*test\S*\.py)\s*$", re.MULTILINE)
-
 
 @dataclass(frozen=True)
 class Kind:
@@ -71,7 +69,7 @@ def _django_labels(ids: list[str], field: str) -> list[str]:
 
 def _sympy_ids(names: list[str], test_patch: str, field: str) -> list[str]:
     """Bare function names; the file is the only one that the test patch changes."""
-    files = list(dict.fromkeys(_TEST_FILE.findall(test_patch)))
+    files = list(dict.fromkeys(re.findall(r"^\+\+\+ b/(\S*test\S*\.py)\s*$", test_patch, re.MULTILINE)))
     if any("::" in name for name in names):
         return names
     if len(files) != 1:

@@ -17,8 +17,6 @@ from penstock.transfer_queue.redis import user_rules
 app = typer.Typer(help="A run on Kubernetes, see docs/guide/cluster.md.", no_args_is_help=True)
 LOGINS = {"head": "owner", "rollout": "rollout", "agent": "agent", "page": "agent"}
 """Pods → whose rights they have in the queue. Sandboxes have no part in it."""
-EVERYBODY = ("user default off resetpass resetkeys resetchannels -@all", "user probe on nopass -@all +ping")
-"""Redis's own user, who would need no password; and one for the kubelet, who may ask whether Redis answers."""
 
 
 @app.callback()
@@ -48,7 +46,9 @@ def secrets_of(run: str, release: str) -> Iterator[dict[str, Any]]:
     token, view_token = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     passwords = {role: secrets.token_urlsafe(32) for role in dict.fromkeys(LOGINS.values())}
     users = [f"user {run}-{role} {user_rules(run, role, password)}" for role, password in passwords.items()]
-    yield _secret(release, "redis-users", {"users.acl": "\n".join([*EVERYBODY, *users, ""])})
+    # Redis's own user would need no password; the kubelet's may ask whether Redis answers.
+    everybody = ("user default off resetpass resetkeys resetchannels -@all", "user probe on nopass -@all +ping")
+    yield _secret(release, "redis-users", {"users.acl": "\n".join([*everybody, *users, ""])})
     for pod, role in LOGINS.items():
         login = {USER_VARIABLE: f"{run}-{role}", PASSWORD_VARIABLE: passwords[role], TOKEN_VARIABLE: token}
         view = {VIEW_TOKEN_VARIABLE: view_token} if pod == "page" else {}

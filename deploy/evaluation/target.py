@@ -26,9 +26,6 @@ from penstock.deploy.rehearsal import rows_of
 from penstock.deploy.run_dir import RunDir, no_such_run
 from penstock.trainer import DatasetRow
 
-NOT_RESULTS = frozenset({"workers", "max_restarts", "concurrency", "server_requests", "capture", "temperature"})
-"""Settings of `agent` that say how fast episodes run, or are asked for apart."""
-
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
@@ -73,13 +70,15 @@ class EvalPlan:
     def settings(self) -> dict[str, Any]:
         """Settings that determine the results; two evaluations of equal settings may share a folder."""
         config = self.config
+        # These say how fast episodes run, or are asked for apart.
+        others = {"workers", "max_restarts", "concurrency", "server_requests", "capture", "temperature"}
         return {
             "model": self.source,
             "weights": _weights_digest(config),
             "samples": self.samples,
             "temperature": self.temperature,
             "rows": _digest([_plain(row) for row in self.rows]),
-            "agent": _digest(config.agent.model_dump(mode="json", exclude=set(NOT_RESULTS))),
+            "agent": _digest(config.agent.model_dump(mode="json", exclude=others)),
             "tools": _digest([tool.model_dump(mode="json") for tool in config.tools]),
             "rollout": config.rollout.model_dump(mode="json", include={"engine", "dtype", "max_model_len", "url"}),
         }

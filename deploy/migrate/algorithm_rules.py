@@ -20,13 +20,6 @@ LOSSES = {
     "kl_cov": "kl_cov",
 }
 ADVANTAGES = ("gae", "grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-AGGREGATIONS = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "episode_mean",
-    "seq-mean-token-sum": "episode_sum",
-    "seq-mean-token-sum-norm": "constant",
-}
-KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_variance", "k3": "low_variance"}
 
 
 def staleness(verl: VerlSettings) -> Iterator[Setting]:
@@ -107,7 +100,13 @@ def _loss_options(verl: VerlSettings, name: str) -> dict[str, Any]:
 
 def aggregation(verl: VerlSettings) -> Iterator[Setting]:
     mode = verl[f"{ACTOR}.loss_agg_mode"]
-    name = AGGREGATIONS.get(mode)
+    names = {
+        "token-mean": "token_mean",
+        "seq-mean-token-mean": "episode_mean",
+        "seq-mean-token-sum": "episode_sum",
+        "seq-mean-token-sum-norm": "constant",
+    }
+    name = names.get(mode)
     if name is None:
         verl.lose(f"{ACTOR}.loss_agg_mode", f"{mode} is not here: token_mean")
         return
@@ -142,7 +141,8 @@ def kl(verl: VerlSettings) -> Iterator[Setting]:
     in_loss, in_reward = verl[f"{ACTOR}.use_kl_loss"], verl["algorithm.use_kl_in_reward"]
     named = {f"{ACTOR}.kl_loss_type": in_loss, "algorithm.kl_penalty": in_reward}
     for key in (key for key, used in named.items() if used):
-        estimator = KL_ESTIMATORS.get(str(verl[key]).removesuffix("+"))
+        names = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_variance", "k3": "low_variance"}
+        estimator = names.get(str(verl[key]).removesuffix("+"))
         if estimator is None or str(verl[key]).endswith("+"):
             verl.lose(key, f"{verl[key]} is not here: {estimator or 'k3'} with its own gradient")
         if estimator is not None:

@@ -17,10 +17,8 @@ import yaml
 from penstock.datasets import BadExpression, canonical, evaluate
 
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
-_ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
 _NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,(.*))?\}", re.DOTALL)
 GROUPS = ("model_engine",)
 """Overrides without a dot that are no variables of a script: hydra's groups."""
 
@@ -69,7 +67,7 @@ def _of_script(text: str, path: Path) -> dict[str, Any]:
         except ValueError as error:
             raise BadSource(f"{path}: {error} in {line.strip()[:80]!r}") from error
         for word in words:
-            override, assignment = _OVERRIDE.fullmatch(word), _ASSIGNMENT.match(word)
+            override, assignment = _OVERRIDE.fullmatch(word), re.match(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$", word)
             if override and ("." in override.group(1) or override.group(1) in GROUPS):
                 settings.update(_flattened(_value(_expanded(override.group(2), variables)), override.group(1)))
             elif assignment:
@@ -132,7 +130,8 @@ def _number(text: str) -> Any:
 def _resolved(value: Any, flat: Mapping[str, Any]) -> Any:
     """A reference's target, else its default; one that leads nowhere stays as it is written."""
     for _ in range(10):
-        match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
+        reference = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,(.*))?\}", re.DOTALL)
+        match = reference.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
             return value
         key, default = match.group(1), match.group(2)

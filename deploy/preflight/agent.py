@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from penstock.trainer import DatasetRow
 
 
-ROWS = 512
-"""Number of rows whose prompts are rendered."""
-
-
 @contextlib.contextmanager
 def opened_tools(config: RunConfig) -> Iterator[Mapping[str, BaseTool]]:
     """Users' tools are found from the current directory, as a worker finds them.
@@ -95,18 +91,7 @@ def _named_by_rows(config: RunConfig) -> set[str]:
 
 
 NAME = "agent.reward"
-WITHOUT_REWARDS = {"single_turn", "tool_agent"}
-"""Loops that leave the reward to `agent.reward` or to tools."""
 ANSWER = "penstock doctor asks whether this can be scored"
-SAMPLE: Mapping[str, Any] = {
-    "num_turns": 1,
-    "tool_calls": 0,
-    "final_answer": None,
-    "tool_rewards": {},
-    "final_text": ANSWER,
-    "segments": [ANSWER],
-}
-"""Facts that a worker passes to a reward in addition to the row."""
 
 
 def check_reward(config: RunConfig) -> Check | None:
@@ -117,7 +102,8 @@ def check_reward(config: RunConfig) -> Check | None:
     if not config.agent.workers:
         return None  # episodes are leased by somebody else
     if not config.agent.reward:
-        if config.tools or {*config.agent.loops, *_named_by_rows(config)} - WITHOUT_REWARDS:
+        # These loops leave the reward to `agent.reward` or to tools.
+        if config.tools or {*config.agent.loops, *_named_by_rows(config)} - {"single_turn", "tool_agent"}:
             return None  # loops or tools give the rewards
         return Check(NAME, False, "no loop and no tool gives a reward", "set agent.reward=FILE.py:compute_score")
     try:
@@ -159,7 +145,16 @@ async def _score(config: RunConfig, row: DatasetRow) -> float:
         reward = load_reward(config.agent, Path(), sandbox)
         assert reward is not None
         try:
-            return (await reward.score(row.task("doctor/0", "train"), ANSWER, SAMPLE)).reward
+            # A worker passes these facts in addition to the row.
+            facts: dict[str, Any] = {
+                "num_turns": 1,
+                "tool_calls": 0,
+                "final_answer": None,
+                "tool_rewards": {},
+                "final_text": ANSWER,
+                "segments": [ANSWER],
+            }
+            return (await reward.score(row.task("doctor/0", "train"), ANSWER, facts)).reward
         finally:
             await reward.close()
 
@@ -266,7 +261,7 @@ def check_prompts(config: RunConfig) -> Check | None:
     if not Path(config.model).is_dir():
         return skipped("prompts", f"{config.model} is not here yet: nothing to render them with")
     try:
-        rows = first_rows(config, ROWS)
+        rows = first_rows(config, 512)
         lengths = _lengths(config, [row.messages for row in rows])
         response = _longest_response(config)
     except (AgentError, DataError, BadSpec, SandboxError, ValueError, OSError):

@@ -37,13 +37,11 @@ def warning(name: str, detail: str, fix: str) -> Check:
     return Check(name, True, detail, fix, warns=True)
 
 
-CGROUP_V1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
 def memory_bytes() -> int:
     """Return the memory of the machine, or of our cgroup if that is less."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = (_number(file) for file in (Path("/sys/fs/cgroup") / "memory.max", CGROUP_V1))
+    cgroup_v1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    limits = (_number(file) for file in (Path("/sys/fs/cgroup") / "memory.max", cgroup_v1))
     return min([machine, *(limit for limit in limits if limit)])
 
 

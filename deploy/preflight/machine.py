@@ -31,15 +31,6 @@ from penstock.deploy.run.plan import (
     smallest_gpu_bytes,
 )
 
-BASE_FILES = 256
-"""Libraries, logs, the queue's connections (64 at most), the model's files."""
-FILES_PER_EPISODE = 6
-"""A box's sockets and pipes, a request, a tool's connection."""
-FILES_PER_REQUEST = 2
-"""On a server: the client's connection and the engine's."""
-FILES_PER_GROUP = 5
-"""Files that gloo opens on each member of a broadcast's group, in addition to its connections to the workers: its own,
-and a connection to a second rank."""
 QUEUE = 5
 """Requests in a server per slot: one is decoded, four wait."""
 
@@ -47,14 +38,18 @@ QUEUE = 5
 def check_open_files(config: RunConfig) -> Check:
     """Roles raise the soft limit themselves; the hard one is what counts."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    worker = config.agent.concurrency * FILES_PER_EPISODE if config.agent.workers else 0
-    server = config.rollout.max_concurrent * QUEUE * FILES_PER_REQUEST if config.rollout.servers else 0
+    # Of an episode: a box's sockets and pipes, a request, a tool's connection.
+    worker = config.agent.concurrency * 6 if config.agent.workers else 0
+    # Of a request: the client's connection and the engine's.
+    server = config.rollout.max_concurrent * QUEUE * 2 if config.rollout.servers else 0
     # Files that one member of a broadcast opens: it is in a group with all workers for each of the trainer's ranks.
     rollout = config.rollout
     each = (gpus_of_server(rollout) or 1) if rollout.receives_in_place else 1
     workers = (rollout.servers + lent_servers(config)) * each
-    broadcast = config.trainer.ranks * (workers + FILES_PER_GROUP) if rollout.manifest_transport == "broadcast" else 0
-    needed = BASE_FILES + max(worker, server + broadcast)
+    # gloo opens five files on each member of a broadcast's group, in addition to its connections to the workers.
+    broadcast = config.trainer.ranks * (workers + 5) if rollout.manifest_transport == "broadcast" else 0
+    # 256: libraries, logs, the queue's connections (64 at most), the model's files.
+    needed = 256 + max(worker, server + broadcast)
     granted = "any number of" if hard == resource.RLIM_INFINITY else hard
     return Check(
         "open files",

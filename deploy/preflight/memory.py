@@ -19,8 +19,6 @@ With P parameters, L layers, key-value width kv, b bytes of the arithmetic:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.model_shape import ModelShape
 from penstock.deploy.preflight.rank_memory import (
@@ -39,11 +37,6 @@ GB = 1 << 30
 PINNED = 4 / 3
 """Bytes of pinned memory for one that is asked for, on the mean: torch rounds each allocation up to a power of two
 (aten/src/ATen/core/CachingHostAllocator.h)."""
-COPIED: Mapping[bool | str, float] = {False: 1, "optimizer": 1 / 3, True: 0}
-"""Share of a checkpoint that is copied to the host while it is written, by trainer.offload."""
-TORCH_PROCESS = 500 << 20
-"""Resident in a process that has loaded torch and transformers, before any weights."""
-WORKER_PROCESS = 300 << 20
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> float:
@@ -128,9 +121,12 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     served = server_bytes(shape, config, cached_tokens(config))
     servers = rollout.servers + lent_servers(config)
     sleepers = servers if placement.colocated else lent_servers(config)
+    # Resident before any weights, with torch and transformers; and of an agent worker.
+    # Share of a checkpoint that is copied to the host while it is written.
+    copied = {False: 1, "optimizer": 1 / 3, True: 0}
     return {
         "trainer": trainer.ranks * (_states_on_host(rank, config) if on_gpu else sum(rank.values())),
-        "checkpoint": COPIED[trainer.offload] * checkpoint_bytes(config, shape) if trainer.ranks else 0,
+        "checkpoint": copied[trainer.offload] * checkpoint_bytes(config, shape) if trainer.ranks else 0,
         "offloaded activations": trainer.ranks * PINNED * waiting_bytes(shape, trainer, rollout.max_model_len),
         "servers": servers * sum(served.values())
         if served_here
@@ -140,5 +136,5 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "offloaded KV": servers * rollout.kv_offload_gb * GB,
         "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape.parameters, config),
         "in flight": 0 if config.transfer_queue.url else min(in_flight_bytes(config), config.transfer_queue.max_bytes),
-        "processes": (servers + trainer.ranks) * TORCH_PROCESS + config.agent.workers * WORKER_PROCESS,
+        "processes": (servers + trainer.ranks) * (500 << 20) + config.agent.workers * (300 << 20),
     }

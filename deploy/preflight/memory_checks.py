@@ -56,8 +56,6 @@ FIXES = {
     "in flight": "lower max_staleness, groups_per_step or agent.max_response_tokens",
     "processes": "lower agent.workers, rollout.servers or trainer.ranks",
 }
-USABLE = 0.9
-"""Usable share of a device's memory with a trainer: the rest is fragments of torch's allocator."""
 CLAIMS = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fraction_static", 0.9)}
 """Each engine's name for its share of a device, and its approximate default."""
 ENGINES = "engines"
@@ -179,7 +177,8 @@ def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float
 
 def limit_of(parts: Mapping[str, float], gpus: Gpus) -> float:
     """An engine alone on a device leaves by its own share what others need."""
-    return gpus.bytes if parts.keys() <= OF_ENGINES else USABLE * gpus.bytes
+    # With a trainer, a tenth of a device's memory is fragments of torch's allocator.
+    return gpus.bytes if parts.keys() <= OF_ENGINES else 0.9 * gpus.bytes
 
 
 def _claim(config: RunConfig) -> float:

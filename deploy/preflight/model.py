@@ -114,7 +114,6 @@ def _parsed(file: Path, header: bytes) -> dict[str, Any]:
     return checked
 
 
-EMBEDDING = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
 NAMES = (
     "give a folder with config.json, tokenizer and *.safetensors, a hub name such as Qwen/Qwen3-0.6B, "
     f"or one of `penstock model fetch`: {', '.join(PACKAGES)}"
@@ -193,8 +192,9 @@ def check_vocabulary(config: RunConfig) -> Check | None:
         return None
     try:
         weights = read_weights(folder)
+        embedding = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
         rows = next(
-            (shape[0] for name, shape in (weights.shapes if weights else {}).items() if name.endswith(EMBEDDING)), 0
+            (shape[0] for name, shape in (weights.shapes if weights else {}).items() if name.endswith(embedding)), 0
         )
         highest = _highest_id(folder / "tokenizer.json")
     except BadModelFiles as error:

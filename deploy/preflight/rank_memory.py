@@ -48,19 +48,10 @@ from penstock.trainer import TrainerConfig
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASTER = 4
 """float32: weights, gradients; two moments are two of it."""
-ON_DEVICE = 1
-"""Layers whose activations are on the device at a time where the others' are not."""
-MOST_ROUTED = 2
-"""Under parallel.expert, the rows that a rank's experts get over those of an even load; `moe/load_max_over_mean` of a
-run says what it is of single experts."""
 TILE_LOGITS, TILE_COLUMNS = 1 << 25, 4096
 """Logits that exist at a time, as in `penstock.trainer.logprobs` on a GPU."""
 MOMENTS_PART = 1 << 30
 """`PART_BYTES` of `penstock.trainer.engines.fsdp.host_states`."""
-CUDA_CONTEXT = 1 << 29
-"""About what torch's kernels and the driver take of a device."""
-NCCL_BUFFERS = 3 << 28
-"""About what NCCL takes of a device for one group of ranks."""
 
 
 def rank_bytes(shape: ModelShape, config: RunConfig, *, on_gpu: bool) -> dict[str, float]:
@@ -87,7 +78,8 @@ def context_bytes(trainer: TrainerConfig) -> float:
     layout = trainer.parallel
     shards = trainer.ranks // layout.replicate // layout.tensor
     sizes = (shards, layout.replicate, layout.tensor, layout.context, layout.pipeline, layout.expert)
-    return CUDA_CONTEXT + NCCL_BUFFERS * sum(size > 1 for size in sizes)
+    # About what torch's kernels and the driver take of a device, and NCCL for each group of ranks.
+    return (1 << 29) + (3 << 28) * sum(size > 1 for size in sizes)
 
 
 def device_parts(rank: Mapping[str, float], trainer: TrainerConfig) -> dict[str, float]:
@@ -218,7 +210,8 @@ def _layer(shape: ModelShape, trainer: TrainerConfig) -> float:
 
 def _routed(shape: ModelShape, trainer: TrainerConfig) -> tuple[int, int]:
     """(k·h, i) of the rows that a rank's experts compute."""
-    most = MOST_ROUTED if trainer.parallel.expert > 1 and trainer.engine != "megatron" else 1
+    # A rank's experts may get twice the rows of an even load; `moe/load_max_over_mean` of a run has it per expert.
+    most = 2 if trainer.parallel.expert > 1 and trainer.engine != "megatron" else 1
     return most * shape.routed * shape.hidden, most * shape.mlp
 
 
@@ -226,7 +219,8 @@ def _layers_on_device(shape: ModelShape, trainer: TrainerConfig, done: int = 0) 
     """Return the number of layers that keep activations for their backward; a stage of a pipeline has a part of
     them."""
     layers = shape.layers / trainer.parallel.pipeline - done
-    return min(layers, ON_DEVICE) if trainer.activation_offload else layers
+    # With offload, only one layer's activations are on the device at a time.
+    return min(layers, 1) if trainer.activation_offload else layers
 
 
 def _gathered(shape: ModelShape, trainer: TrainerConfig, layers: int, done: int = 0) -> float:

@@ -22,7 +22,6 @@ from penstock.deploy.run.connection import limits_of
 from penstock.deploy.run.plan import has_gpu
 from penstock.rollout_server import RolloutConfig
 
-REPORTED = ("torch", "transformers", "redis", "numpy")
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Device files of the drivers of NVIDIA, WSL and AMD."""
 TRAINER = ("torch", "safetensors", "tensorboard", "matplotlib")
@@ -78,7 +77,8 @@ def check_versions(_config: RunConfig) -> Check:
     """Every package that Penstock's core names, against the range that it is tested with."""
     from packaging.requirements import Requirement
 
-    listed = ", ".join([f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in REPORTED)])
+    packages = ("torch", "transformers", "redis", "numpy")
+    listed = ", ".join([f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in packages)])
     try:
         own, needed = metadata.version("penstock"), metadata.requires("penstock") or []
     except metadata.PackageNotFoundError:

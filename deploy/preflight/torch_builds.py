@@ -49,9 +49,6 @@ class TorchBuild(NamedTuple):
         return f"{name} (CUDA {self.cuda}, NCCL {self.nccl or 'unknown'})" if self.cuda else name
 
 
-SETUP = TorchBuild("as scripts/setup installs it", "13.0", "")
-
-
 def build_of(python: str) -> TorchBuild:
     """Raises `OSError`, `subprocess.SubprocessError` for an interpreter that cannot be run."""
     done = subprocess.run([python, "-I", "-c", PROBE], capture_output=True, text=True, timeout=ASK_S, check=True)
@@ -83,7 +80,7 @@ def main(pythons: list[str]) -> int:
     print(f"driver {driver}")
     for python, build in builds.items():
         print(f"{python}: {build}")
-    fix = newer_driver(driver, list(builds.values()) or [SETUP])
+    fix = newer_driver(driver, list(builds.values()) or [TorchBuild("as scripts/setup installs it", "13.0", "")])
     if fix:
         print(f"driver {driver} is too old: {fix}", file=sys.stderr)
     return 1 if fix else 0

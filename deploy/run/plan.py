@@ -35,8 +35,6 @@ TRAINER_STOP_S = 25.0
 """Time for the last checkpoint if `trainer.stop_grace_s` is not set (`preflight.stop_grace` derives it)."""
 TORCHRUN_S, SUPERVISOR_S = 5.0, 15.0
 """Time that torchrun and the supervisor wait beyond the trainer's own grace before they kill it."""
-API_RESTARTS = 1000
-"""The restarts of a service's API process within an hour; it holds nothing."""
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Seconds between torchrun's SIGTERM to its ranks and SIGKILL."""
 
@@ -131,7 +129,8 @@ def service_roles(config: RunConfig, link: RunConnection, api: Sequence[str], mo
         stop_grace_s=stop_s,
     )
     trainer = replace(trainer, env={**trainer.env, "OMP_NUM_THREADS": str(config.trainer.threads or 1)})
-    front = _role(link, "api", "agent", "service-api", *api, rights="owner", max_restarts=API_RESTARTS)
+    # A service's API process holds nothing, so it may restart often.
+    front = _role(link, "api", "agent", "service-api", *api, rights="owner", max_restarts=1000)
     return [*rollouts, front, trainer]
 
 
@@ -172,15 +171,6 @@ LOADS_AFTER_VARIABLE = "PENSTOCK_LOADS_AFTER"
 """Rollout servers, separated by commas, that have a GPU of the trainer's too: its model is loaded after theirs."""
 ASK_S = 60.0
 """A driver that was not used since the machine started is slow."""
-SPLIT_OVER = (
-    ("tensor_parallel_size", "tp_size", "tp"),
-    ("pipeline_parallel_size", "pp_size", "pp"),
-    ("data_parallel_size", "dp_size", "dp"),
-    ("prefill_context_parallel_size",),
-)
-"""Names in vLLM and SGLang of the ways in which one server takes more GPUs. Experts are shared out among those of
-tensor and data parallelism: expert parallelism takes none of its own.
-"""
 
 
 def has_gpu() -> bool:
@@ -195,7 +185,15 @@ def gpus_of_server(rollout: RolloutConfig) -> int:
         return 0
     plain = {name.replace("-", "_"): value for name, value in arguments.items()}
     count = 1
-    for names in SPLIT_OVER:
+    # The ways in which one server takes more GPUs, in vLLM and SGLang. Experts are shared out among those of tensor and
+    # data parallelism: expert parallelism takes none of its own.
+    ways = (
+        ("tensor_parallel_size", "tp_size", "tp"),
+        ("pipeline_parallel_size", "pp_size", "pp"),
+        ("data_parallel_size", "dp_size", "dp"),
+        ("prefill_context_parallel_size",),
+    )
+    for names in ways:
         # With this argument SGLang's data parallelism is among the GPUs of its tensor parallelism.
         if "dp_size" not in names or not plain.get("enable_dp_attention"):
             count *= int(next((plain[name] for name in names if plain.get(name)), 1))

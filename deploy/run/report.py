@@ -30,8 +30,6 @@ from penstock.deploy.run.supervisor import SupervisedRole, Watchdog
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, TurnReport, WeightUpdate
 
-REWARD_FACTS = ("reward", "reward_std", "episodes", "faults", "attempts_failed")
-
 
 class Reporter:
     """Draws a progress bar on a terminal, or prints one line per step elsewhere."""
@@ -155,7 +153,8 @@ class Reporter:
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.steps_done = max(self.steps_done, row["step"] + 1)
-        self._rows.append({name: row[name] for name in REWARD_FACTS if name in row})
+        facts = ("reward", "reward_std", "episodes", "faults", "attempts_failed")
+        self._rows.append({name: row[name] for name in facts if name in row})
 
     def _say(self, line: str) -> None:
         console = self._bar.console if self._bar is not None else self._console

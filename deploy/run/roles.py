@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from penstock.trainer import TrainJob
 
 logger = logging.getLogger("penstock.run")
-HEARTBEAT_VARIABLE = "PENSTOCK_HEARTBEAT"
 HEARTBEAT_S = 5.0
 TRAINER_LOCK_S = 90.0
 """An earlier trainer saves a checkpoint and ends (`TRAINER_STOP_S`, or as much longer as its grace is); a shared disk
@@ -340,7 +339,7 @@ async def _closing(resource: Any, work: Awaitable[None]) -> None:
 
 async def beat() -> None:
     """Touches the file that the environment names, for a container's health check, while the event loop runs."""
-    path = os.environ.get(HEARTBEAT_VARIABLE)
+    path = os.environ.get("PENSTOCK_HEARTBEAT")
     while path:
         Path(path).touch()  # noqa: ASYNC240 - a file in memory, and one call
         await asyncio.sleep(HEARTBEAT_S)

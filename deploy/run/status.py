@@ -17,7 +17,6 @@ from penstock.dashboard import Pulse, RunFiles, advise, flat, rollout_idle
 from penstock.deploy.run_dir import EVALUATION_SETTINGS, RunDir
 
 RECENT_STEPS = 10
-QUEUE_FACTS = ("version", "committed_step", "groups", "episodes", "workers", "waits_s", "ages_s", "unconsumed_bytes")
 Row = Mapping[str, Any]
 
 
@@ -31,6 +30,7 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
     done = max(len(rows), int(status.get("version", 0)))
     servers, end = live.get("servers", []), files.end()
     ended_roles = {name: {"state": "ended", "restarts": n} for name, n in end["summary"].get("restarts", {}).items()}
+    facts = ("version", "committed_step", "groups", "episodes", "workers", "waits_s", "ages_s", "unconsumed_bytes")
     return {
         "run": run,
         "alive": live["alive"],
@@ -41,7 +41,7 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
         "eta_s": _eta_s(rows, done, steps) if live["alive"] else None,
         "quiet_s": round(files.quiet_s, 1) if rows else None,
         **_learning(rows),
-        **{name: status.get(name) for name in QUEUE_FACTS},
+        **{name: status.get(name) for name in facts},
         "bound_groups": _bound(config),
         "servers": servers,
         "waiting": [_training(status, config), _rolling_out(status, servers, config)] if live["alive"] else [],

@@ -14,8 +14,6 @@ from penstock.agent_loops import InfraFailure
 from penstock.common import nearest
 from penstock.transfer_queue import Task
 
-PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
-"""``{name}``; the shell's ``${name}`` and JSON's braces are left alone."""
 FILES = "files"
 """Column of a row: path → text of files that lie in the program's folder when it starts."""
 
@@ -86,7 +84,8 @@ class Placeholders:
                 )
             return shlex.quote(self._values[name]) if quoted else self._values[name]
 
-        return PLACEHOLDER.sub(value, text)
+        # The shell's ``${name}`` and JSON's braces are left alone.
+        return re.sub(r"(?<!\$)\{([A-Za-z_]\w*)\}", value, text)
 
     def argv(self, command: str | Sequence[str]) -> list[str]:
         if isinstance(command, str):

@@ -39,9 +39,6 @@ from penstock.gateway.wire.schema import (
 from penstock.gateway.wire.thinking_blocks import text_before
 from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 
-ACCOUNTING = "x-anthropic-billing-header:"
-"""Begins a system block of Claude Code's that differs from call to call and is not for the model: ignored."""
-
 
 class TextBlock(ContentPart):
     type: Literal["text"]
@@ -154,7 +151,9 @@ def plain_turns(system: str | Sequence[TextBlock] | None, turns: Sequence[Turns]
     """Messages as a chat template takes them. Raises `InvalidRequest`."""
     messages: list[dict[str, Any]] = []
     if system:
-        blocks = [] if isinstance(system, str) else [one.text for one in system if not one.text.startswith(ACCOUNTING)]
+        # A block of Claude Code's that differs from call to call and is not for the model.
+        accounting = "x-anthropic-billing-header:"
+        blocks = [] if isinstance(system, str) else [one.text for one in system if not one.text.startswith(accounting)]
         messages.append({"role": "system", "content": system if isinstance(system, str) else "".join(blocks)})
     for i, turn in enumerate(turns):
         where = f"messages.{i}.content"

@@ -34,7 +34,6 @@ AIME = {
     2025: ("yentinglin/aime_2025", "data/train-00000-of-00001-243207c6c994e1bd.parquet", "problem", "answer"),
 }
 """Year → repository, file, columns of problem and answer."""
-DEMONSTRATIONS = ("JoeYing/ReTool-SFT", "train_2000.parquet")
 LARGEST = 9999
 """Largest result: digits are copied one by one."""
 STOPS = 0.35
@@ -246,7 +245,7 @@ def aime(options: argparse.Namespace) -> dict[Path, int]:
 
 def demonstrations(options: argparse.Namespace) -> dict[Path, int]:
     """JSON lines with `messages`, calls as tool calls of `python`: what `sft.messages` of `penstock sft` reads."""
-    source = dataset_file(*DEMONSTRATIONS, options.input)
+    source = dataset_file("JoeYing/ReTool-SFT", "train_2000.parquet", options.input)
     lines = []
     for number, entry in enumerate(parquet_rows(source), start=1):
         messages = conversation(field(entry, "messages", source, number))

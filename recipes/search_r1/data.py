@@ -33,16 +33,7 @@ SYSTEM = (
     "write the answer alone, as few words as possible, between <answer> and </answer>."
 )
 QUESTIONS = "PeterJinGo/nq_hotpotqa_train"
-WIKI18 = ("PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz")
 COPY_BYTES = 16 << 20
-TWO_HOPS = {
-    "land": "In which country or state lies {}?",
-    "water": "On which river or firth lies {}?",
-    "capital": "What is the capital of {}?",
-    "birthplace": "Where was {} born?",
-}
-"""Relation of the second fact → question that its search answers."""
-CONVERSATIONS = 3000
 ONE_SEARCH = 0.55
 """Share of the cold start's conversations that stop after the first search."""
 GIVES_UP = "I do not know"
@@ -105,7 +96,7 @@ def search_r1_rows(source: Path, split: str) -> Iterator[Row]:
 def wiki18(out: Path, archive: Path | None) -> dict[Path, str]:
     """Unpacked once; 14 GB. The published file is a tar archive, whatever its name says."""
     path = out / "wiki-18.jsonl"
-    source = dataset_file(*WIKI18, archive)
+    source = dataset_file("PeterJinGo/wiki-18-corpus", "wiki-18.jsonl.gz", archive)
     out.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as unpacked:
@@ -153,7 +144,7 @@ def two_hops(out: Path, _: Path | None) -> dict[Path, str]:
     splits = {"train": [row for row in rows if not held_out(row)], "eval": [row for row in rows if held_out(row)]}
     written = {path: save(path, split) for name, split in splits.items() for path in [out / f"{name}.parquet"]}
     invent = Inventor(facts, Random(0))
-    lines = [json.dumps({"messages": invent.conversation()}, ensure_ascii=False) for _ in range(CONVERSATIONS)]
+    lines = [json.dumps({"messages": invent.conversation()}, ensure_ascii=False) for _ in range(3000)]
     path = out / "conversations.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return {**written, path: f"{len(lines)} conversations"}
@@ -183,7 +174,14 @@ def chains(facts: Sequence[Fact]) -> list[tuple[Fact, Fact]]:
 
 
 def two_hop_question(first: Fact, second: Fact) -> str:
-    return TWO_HOPS[second.relation].format(first.phrase)
+    # Relation of the second fact → question that its search answers.
+    questions = {
+        "land": "In which country or state lies {}?",
+        "water": "On which river or firth lies {}?",
+        "capital": "What is the capital of {}?",
+        "birthplace": "Where was {} born?",
+    }
+    return questions[second.relation].format(first.phrase)
 
 
 def two_hop_row(first: Fact, second: Fact, index: int) -> Row:

@@ -31,11 +31,6 @@ MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "
 VOCABULARY = 4096
 CONTEXT = 2048
 SMALL = {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 64}
-SMALLER = {
-    **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 32},
-    "initializer_range": 0.08,
-}
-"""Weights as wide as 1/sqrt(hidden_size): at the usual 0.02 copying a token takes thousands of steps to learn."""
 SCHEMA = {
     "type": "function",
     "function": {"name": SearchTool.name, "description": SearchTool.description, "parameters": SearchTool.parameters},
@@ -54,7 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = make_tokenizer()
     if options.whole_names:
         add_whole_names(tokenizer)
-    model = make_model(tokenizer, SMALLER if options.whole_names else SMALL)
+    # Weights as wide as 1/sqrt(hidden_size): at the usual 0.02 copying a token takes thousands of steps to learn.
+    smaller = {
+        **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "head_dim": 32},
+        "initializer_range": 0.08,
+    }
+    model = make_model(tokenizer, smaller if options.whole_names else SMALL)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     print(f"{options.out}: {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")

@@ -16,7 +16,6 @@ SYSTEM = (
     "hands your changes in. Reproduce the bug first, change as little as fixes it, and run the tests again before you "
     "submit."
 )
-REMINDER = "Call one of your tools; `submit` when the repository is repaired."
 
 
 class MiniSweSettings(BaseModel):
@@ -44,7 +43,8 @@ class MiniSweAgent(AgentLoopBase):
                 talk.go_on(reply, tool_messages(results))
             elif reminders and not talk.done:
                 reminders -= 1
-                talk.go_on(reply, [{"role": "user", "content": REMINDER}])
+                reminder = "Call one of your tools; `submit` when the repository is repaired."
+                talk.go_on(reply, [{"role": "user", "content": reminder}])
             else:
                 break
         return talk.outputs()

@@ -37,23 +37,6 @@ HERE = Path(__file__).parent
 TEMPLATE = HERE.parent / "calculator" / "chat_template.jinja"
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-FRAMES = [
-    '\n{"name": "shell", "arguments": {"command": "',
-    "cat ",
-    CHECK_COMMAND,
-    '\n{"name": "editor", "arguments": {"command": "replace", "path": "',
-    '.py", "old_text": "',
-    '", "text": "',
-    '"}}\n',
-    '.py"}}\n',
-    '\n{"name": "submit", "arguments": {}}\n',
-]
-"""Text around the names in a call."""
-RESULTS = [
-    *(f"{BOX_FOLDER}/", ".py now reads:\n     1\tdef ", "):\n     2\t    return ", "def ", "):\n    return "),
-    *("Make check.py pass. It says: ", ") is ", ", not ", FAILED, PASSES),
-]
-"""Text around the names and numbers in a result, and in the request."""
 PIECES = Regex(r"[A-Za-z_]+|\d+|[^A-Za-z_\d]+")
 """A name, a number, an operator with the spaces around it: each may become one token."""
 VOCABULARY = 640
@@ -76,7 +59,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE of the conversations; any other text is spelled in smaller pieces."""
     texts = list(rendered())
-    whole = [system_block(texts[0]), *FRAMES, *RESULTS]
+    # Text around the names in a call.
+    frames = [
+        '\n{"name": "shell", "arguments": {"command": "',
+        "cat ",
+        CHECK_COMMAND,
+        '\n{"name": "editor", "arguments": {"command": "replace", "path": "',
+        '.py", "old_text": "',
+        '", "text": "',
+        '"}}\n',
+        '.py"}}\n',
+        '\n{"name": "submit", "arguments": {}}\n',
+    ]
+    # Text around the names and numbers in a result, and in the request.
+    results = [
+        *(f"{BOX_FOLDER}/", ".py now reads:\n     1\tdef ", "):\n     2\t    return ", "def ", "):\n    return "),
+        *("Make check.py pass. It says: ", ") is ", ", not ", FAILED, PASSES),
+    ]
+    whole = [system_block(texts[0]), *frames, *results]
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(PIECES, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

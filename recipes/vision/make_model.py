@@ -35,7 +35,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 HERE = Path(__file__).parent
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-SIGHT = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 VOCABULARY = 512
 CONTEXT = 4096
 TOKEN_SIDE = 28
@@ -87,7 +86,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=[*CONTROL, *SIGHT],
+        special_tokens=[*CONTROL, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -15,13 +15,12 @@ from penstock.weight_sync import Manifest, WeightsRefused
 
 Shapes = dict[str, tuple[int, ...]]
 _OUTPUT_HEAD = "lm_head.weight"
-_CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def context_length(settings: Mapping[str, Any]) -> int:
     """Return the longest row in tokens that a model takes, by its text's ``config.json``. 2²⁰ if it names none, as
     for models that encode distances (Bloom) or carry a state: they are limited by memory alone."""
-    lengths = (settings.get(name) for name in _CONTEXTS)
+    lengths = (settings.get(name) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     return next((length for length in lengths if isinstance(length, int) and length > 0), 1 << 20)
 
 

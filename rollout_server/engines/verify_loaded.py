@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Engines' parameter of → the checkpoint's, in the order in which their rows are stacked."""
 PIECE_VALUES = 4 << 20
 """Values that are compared at once."""
 SAMPLE_EVERY = 16
@@ -87,7 +85,9 @@ class Excerpts:
 
 def parts_of(name: str) -> tuple[str, ...]:
     """The published tensors that an engine's parameter is made of; itself if it is not fused."""
-    for fused, parts in _FUSED.items():
+    # Engines' parameter of → the checkpoint's, in the order in which their rows are stacked.
+    fused_parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    for fused, parts in fused_parts.items():
         if f".{fused}." in name:
             return tuple(name.replace(f".{fused}.", f".{part}.") for part in parts)
     return (name,)

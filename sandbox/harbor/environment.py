@@ -34,8 +34,6 @@ HOUSEKEEPING_S = 60.0
 WHILE_FULL, WAITS_WHILE_FULL = Backoff(0.5, 4.0), 10
 ROOM = 8
 """Processes that tests may start at once, at least: where one of them cannot start, a box is full."""
-LONGEST_S = 3600.0
-"""Time limit of a solution whose task sets none for its agent."""
 REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"
 TEST_OUTPUT = "/logs/verifier/test-stdout.txt"
 PATCH_FILE = "/tmp/.penstock_harbor.patch"  # noqa: S108 - the box's own
@@ -129,7 +127,7 @@ class HarborEnvironment:
         more = {"solve.sh": script} if script is not None else {}
         await self._put("/solution", await asyncio.to_thread(packed, self.task.solution, more), "solution")
         variables = {"DEBIAN_FRONTEND": "noninteractive", **self._solution_variables}
-        return await self._script("/solution/solve.sh", SOLVE_OUTPUT, self.task.agent_timeout_s or LONGEST_S, variables)
+        return await self._script("/solution/solve.sh", SOLVE_OUTPUT, self.task.agent_timeout_s or 3600.0, variables)
 
     async def patch(self) -> bytes | None:
         """Return the changes in the repository of the working directory since the box was opened; None without one.

@@ -15,8 +15,6 @@ from typing import Any
 
 REQUEST = struct.Struct(">II")
 """run number, bytes of code that follow"""
-OUTCOME = b"%010d%010d"
-"""call number, exit code: digits, so that a shell can write it too"""
 OUTCOME_BYTES = 20
 PYCF_ONLY_AST = 0x400
 PACKAGES = (
@@ -39,7 +37,8 @@ def serve(requests: int, outcomes: int) -> int:
         # The code may have closed the pipe, or made reading it fail while it is empty. After the outcome was reported,
         # that would end this process during the next call; here it ends this call.
         os.set_blocking(requests, True)
-        os.write(outcomes, OUTCOME % (number, exit_code))
+        # Digits, so that a shell can write it too.
+        os.write(outcomes, b"%010d%010d" % (number, exit_code))
     return 0
 
 

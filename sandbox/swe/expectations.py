@@ -24,7 +24,6 @@ Name = tuple[str, ...]
 """A test function, with the classes it is in."""
 _EQUAL = {"assertEqual", "assertEquals", "assertListEqual", "assertTupleEqual", "assertDictEqual", "assertSetEqual"}
 _OPPOSITE = {"assertTrue": "assertFalse", "assertFalse": "assertTrue", "assertIsNone": "assertIsNotNone"}
-_PLAIN_CALLS = {"approx", "list", "tuple", "set", "frozenset", "dict", "sorted", "str", "int", "float", "len"}
 _RAISED = ("ValueError", "TypeError", "KeyError", "IndexError")
 _TURNED: dict[type[ast.cmpop], tuple[str, str]] = {
     **{ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"), ast.Is: ("is", "is not")},
@@ -185,7 +184,8 @@ def _calls(side: ast.expr) -> bool:
 
 
 def _is_plain_call(node: ast.Call) -> bool:
-    return getattr(node.func, "attr", getattr(node.func, "id", "")) in _PLAIN_CALLS
+    plain = {"approx", "list", "tuple", "set", "frozenset", "dict", "sorted", "str", "int", "float", "len"}
+    return getattr(node.func, "attr", getattr(node.func, "id", "")) in plain
 
 
 def _turned_assert(test: ast.expr, source: Source) -> Iterator[Edit]:

@@ -40,8 +40,6 @@ from penstock.sandbox.swe.task import SweTask
 
 ROOM = 16.0
 """Time limits of the reference patch, in those of the task."""
-PATIENCE = 4.0
-"""Time limits of another patch, in what the reference patch uses, if that is more than the task's."""
 ATTEMPTS = (*((strategy, 1.0) for strategy in STRATEGIES[:-1]), *[(STRATEGIES[-1], 0.4)] * 2)
 """Attempts at the values of data files: all likely expectations at once, then a random part of all values, since a test
 whose input changed shows nothing about its expectation."""
@@ -102,7 +100,8 @@ class Reference:
         seen = await boxes.with_limits_times(ROOM).run(self._task.patch, self._whole(BoxChanges()))
         if seen.used >= 1:  # it shows nothing
             return boxes
-        return boxes.with_limits_times(max(1.0, PATIENCE * ROOM * seen.used))
+        # Four times what the reference patch uses, if that is more than the task's limits.
+        return boxes.with_limits_times(max(1.0, 4.0 * ROOM * seen.used))
 
     def _whole(self, changes: BoxChanges) -> BoxChanges:
         """Return the changes that every box gets, with these differences."""

@@ -17,8 +17,6 @@ from penstock.tools.parsers.turn import UNREAD, Malformed, TurnBuilder, expect, 
 START, CHANNEL, MESSAGE, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 CONSTRAIN = "<|constrain|>"
 SHAPE = f"a call is written {CHANNEL}commentary to=functions.NAME {CONSTRAIN}json{MESSAGE}{{...}}{CALL}"
-MAX_WORDS = 7
-"""Maximum words of a header: start, role, channel and its name, address, constrain and the type."""
 _END = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)")
 
 
@@ -51,7 +49,8 @@ def _read_message(text: str, start: int, message: int, turn: TurnBuilder) -> int
         turn.say(text[start:end])
         return end
     try:
-        if len(addresses) > 1 or CHANNEL not in words or len(words) > MAX_WORDS:
+        # At most start, role, channel and its name, address, constrain and the type.
+        if len(addresses) > 1 or CHANNEL not in words or len(words) > 7:
             raise Malformed("its header needs one channel and one address")
         return _read_call(text, body, addresses[0].removeprefix("functions."), turn)
     except Malformed as problem:

@@ -9,9 +9,6 @@ from typing import Any
 
 from penstock.tools.parsers.turn import Malformed, NamedCall, TurnBuilder, skip_space
 
-_ID = re.compile(r"(?![0-9]{1,3}\Z)[\w.:\-]{1,64}")
-"""Results are written next to the id: it must not be able to spell a special token, nor be a number, which counts calls
-(`ToolCall.written_id`)."""
 MAX_DEPTH = 64
 """Levels of nesting. What checks and writes arguments later recurses, on a deeper stack than this."""
 
@@ -62,7 +59,9 @@ def add_call(turn: TurnBuilder, value: Any, arguments_key: str = "arguments", al
 def id_of(value: Mapping[str, Any]) -> str:
     """The id that a call was written with; empty if it has none, or one that no template could take."""
     written = value.get("id")
-    return written if isinstance(written, str) and _ID.fullmatch(written) else ""
+    # Results are written next to the id: it must not be able to spell a special token, nor be a number, which counts
+    # calls (`ToolCall.written_id`).
+    return written if isinstance(written, str) and re.fullmatch(r"(?![0-9]{1,3}\Z)[\w.:\-]{1,64}", written) else ""
 
 
 def arguments_key(value: Any, usual: str, other: str) -> str:

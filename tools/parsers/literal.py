@@ -16,8 +16,6 @@ _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _WORD = re.compile(r"[A-Za-z_]+")
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-MAX_NUMBER = 400
-"""Characters; longer ones are no number that anybody means, and Python refuses to read some."""
 _BREAKS = str.maketrans({"\n": "\\n", "\r": "\\r", "\t": "\\t", "\0": "\\0"})
 
 ReadScalar = Callable[[str, int], tuple[Any, int]]
@@ -88,7 +86,8 @@ def _unquoted(quoted: str) -> str:
 
 
 def _number(text: str) -> int | float:
-    if len(text) > MAX_NUMBER:
+    # A longer one is no number that anybody means, and Python refuses to read some.
+    if len(text) > 400:
         raise Malformed("a number is too long")
     return int(text) if text.lstrip("+-").isdecimal() else float(text)
 

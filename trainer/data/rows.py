@@ -22,8 +22,6 @@ from penstock.trainer.data.messages import BadMessages, from_json_text, read_mes
 from penstock.transfer_queue import BadPayload, DataCursor, Limits, Status, StepError, Task, TransferQueue, check_task
 
 NEEDED = ("prompt", "data_source", "reward_model")
-SHARD_NUMBER = re.compile(r"(?<=^part)-\d+.*|[-_.]?\d+([-_.]of[-_.]\d+)?$")
-"""``-00003-of-00010`` of a shard's name, Spark's ``-00003-c000``, or a number at its end."""
 PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -89,7 +87,8 @@ def _files_of(path: Path) -> list[Path]:
     files = sorted(file for file in path.iterdir() if file.suffix in READERS)
     if not files:
         raise DataError(f"dataset {path}: a folder without .parquet, .jsonl or .ndjson files")
-    splits = sorted({SHARD_NUMBER.sub("", file.stem) for file in files})
+    # ``-00003-of-00010`` of a shard's name, Spark's ``-00003-c000``, or a number at its end.
+    splits = sorted({re.sub(r"(?<=^part)-\d+.*|[-_.]?\d+([-_.]of[-_.]\d+)?$", "", file.stem) for file in files})
     if len(splits) > 1:
         raise DataError(f"dataset {path} holds files of {' and '.join(splits[:3])}: give one of them a separate folder")
     return files

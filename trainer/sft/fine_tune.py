@@ -46,8 +46,6 @@ from penstock.transfer_queue import DataCursor
 
 RANKS_TIMEOUT_S = 1800.0
 """One rank may load a model for so long while another waits for it."""
-WARMUP_SHARE = 0.05
-"""Share of the steps in which the learning rate warms up."""
 STOP_S = 25.0
 """For the step under way and the last checkpoint, after a cancellation."""
 logger = logging.getLogger(__name__)
@@ -258,7 +256,7 @@ def settings_of(job: SftJob) -> TrainerConfig:
         update={
             "lr": sft.lr,
             "lr_schedule": sft.lr_schedule,
-            "warmup_steps": math.ceil(WARMUP_SHARE * job.config.steps),
+            "warmup_steps": math.ceil(0.05 * job.config.steps),
             "eps": sft.eps,
             "max_grad_norm": sft.max_grad_norm,
             "advantage": usual.advantage,

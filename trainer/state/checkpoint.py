@@ -266,16 +266,15 @@ def _taken_fingerprints(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: fingerprints.get(name) or fingerprint(folder / name) for name in names}
 
 
-KEEP_S = 60.0
-"""A step is remembered for so long after its commit: far more than a Redis with ``appendfsync: everysec`` may lose."""
 Groups = Sequence[Sequence[str]]
 """Episode ids by group."""
 
 
 class RecentBatches:
-    """Step → groups, for every step that is not committed or was so only just now."""
+    """Step → groups, for every step that is not committed or was so within `keep_s`: far more than a Redis with
+    ``appendfsync: everysec`` may lose."""
 
-    def __init__(self, keep_s: float = KEEP_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, keep_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._keep_s = keep_s
         self._clock = clock
         self._groups: dict[int, Groups] = {}

@@ -103,7 +103,8 @@ def store(column: Column, compression: str = "none") -> StoredColumn:
 
 def field_from_row(row: Any, start: int) -> Field:
     """The field of a table row, stored at `start`. Raises `BadPayload` for a row that `store` cannot produce."""
-    if not isinstance(row, list) or len(row) != 7 or not all(map(isinstance, row, _ROW_TYPES)):
+    types = (str, str, list, int, str, int, bytes)
+    if not isinstance(row, list) or len(row) != 7 or not all(map(isinstance, row, types)):
         raise BadPayload(f"head: malformed row {row!r:.80} in the table of fields")
     name, dtype, shape, size, codec, block, checksums = row
     if dtype not in DTYPES:
@@ -117,9 +118,6 @@ def field_from_row(row: Any, start: int) -> Field:
     field = Field(name, dtype, tuple(shape), start, size, codec, block, checksums, row_bytes)
     _check_sizes(field, shape[0] * row_bytes)
     return field
-
-
-_ROW_TYPES = (str, str, list, int, str, int, bytes)
 
 
 def _check_sizes(field: Field, raw_bytes: int) -> None:

@@ -180,7 +180,6 @@ def redact(url: str) -> str:
     return re.sub(r"//[^@/]*@", "//", url)
 
 
-_KEYLESS = {"CLUSTER", "CONFIG", "DBSIZE", "FUNCTION", "INFO", "PING", "SCAN", "SCRIPT", "TIME"}
 _KEY_AT = {"EVAL": 3, "EVALSHA": 3, "FCALL": 3}
 """Command → position of its first key; 1 for all others that the queue sends."""
 
@@ -258,7 +257,8 @@ class Cluster:
 
     def _node_of(self, args: Sequence[Any]) -> Node | None:
         """The node that holds the command's key; any node for a command without one."""
-        if args[0] in _KEYLESS:
+        keyless = {"CLUSTER", "CONFIG", "DBSIZE", "FUNCTION", "INFO", "PING", "SCAN", "SCRIPT", "TIME"}
+        if args[0] in keyless:
             return next((node for node in self._slots if node is not None), self._seed)
         key = args[_KEY_AT.get(args[0], 1)]
         return self._slots[key_slot(key if isinstance(key, bytes) else str(key).encode())]

@@ -25,8 +25,6 @@ from penstock.transfer_queue.errors import QueueError
 from penstock.transfer_queue.redis.client import Connection
 from penstock.transfer_queue.redis.keys import Keys
 
-KEPT_NUMBERS = 1000
-"""Requests of a model that a late repetition still finds, beyond those in the log."""
 RETENTION_S = 24 * 3600.0
 """For how long a result can be fetched."""
 Submission = Literal["new", "known", "other", "old", "full", "quota"]
@@ -126,7 +124,8 @@ class RequestLog:
 
     async def trim(self, position: int) -> None:
         """Drop the bodies before `position`: what they changed is durable, and they are never run again."""
-        await self._script("trim_requests", position, round(RETENTION_S * 1000), KEPT_NUMBERS)
+        # A late repetition still finds so many requests of a model, beyond those in the log.
+        await self._script("trim_requests", position, round(RETENTION_S * 1000), 1000)
 
     # records -------------------------------------------------------------------------------------------------------
     async def put(self, record: Record) -> None:

@@ -29,8 +29,6 @@ from penstock.transfer_queue.redis.keys import LAYOUT
 
 _SECTION = re.compile(r"^-- (script|part): (\w+)\n", re.M)
 _EACH_CALL = "-- each call:\n"
-_PART_FILES = ("shared_run.lua", "shared_groups.lua")
-"""Files of the parts, in order: a later one may use an earlier one."""
 _LAYOUT = f"local LAYOUT = '{LAYOUT}'"
 _HEADER = re.compile(r"-- (needs|flags): (.*)\n")
 
@@ -121,7 +119,7 @@ def _sections() -> dict[tuple[str, str], str]:
     folder = files("penstock.transfer_queue").joinpath("lua")
     others = sorted(file.name for file in folder.iterdir() if file.name.endswith(".lua"))
     sections: dict[tuple[str, str], str] = {}
-    for name in dict.fromkeys([*_PART_FILES, *others]):
+    for name in dict.fromkeys(["shared_run.lua", "shared_groups.lua", *others]):  # a later part may use an earlier one
         _, *pieces = _SECTION.split(folder.joinpath(name).read_text(encoding="utf-8"))
         sections |= dict(zip(zip(pieces[::3], pieces[1::3], strict=True), pieces[2::3], strict=True))
     return sections

@@ -18,8 +18,6 @@ _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _UNDEFINED = -(2**31)
 _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
-MOST_CHANNELS = 4
-"""Blocks of a GPU that a broadcast takes: the engine decodes on the others."""
 POLL_S = 0.0005
 
 
@@ -114,7 +112,8 @@ class Nccl:
         """Return a communicator on the current device, once all members are there. Raises `NcclError`, also after
         `silence_s` and if this process `stops`.
         """
-        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, 1, MOST_CHANNELS, None)
+        # A broadcast takes 4 blocks of a GPU: the engine decodes on the others.
+        config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, 1, 4, None)
         handle, name = ctypes.c_void_p(), _UniqueId.from_buffer_copy(unique_id)
         arguments = (ctypes.byref(handle), size, name, rank, ctypes.byref(config))
         code = self._library.ncclCommInitRankConfig(*arguments)

@@ -29,8 +29,6 @@ from penstock.weight_sync.manifest import FILE_NAME, LOCAL_NAME
 
 STOP_S = 2.0
 """Seconds that transfers in progress get; a server whose transfer was cut continues elsewhere, or later."""
-SHARE_FROM_BYTES = 1 << 20
-"""Smaller files are served at once: waiting for a turn would take longer than they do."""
 PEER = re.compile(r"https?://[^/\s,]{1,255}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 START_S = 10.0
@@ -48,10 +46,11 @@ class FileServer:
         *,
         broadcaster: Broadcaster | None = None,
         pattern: re.Pattern[str] = FILE_NAME,
-        share_from_bytes: int = SHARE_FROM_BYTES,
+        share_from_bytes: int = 1 << 20,
         will_be_there: Callable[[str], bool] = lambda _name: False,
     ) -> None:
-        """`will_be_there`: whether a file that is missing is written now, because it was asked for."""
+        """`will_be_there`: whether a file that is missing is written now, because it was asked for. Files below
+        `share_from_bytes` are served at once: waiting for a turn would take longer."""
         self._directory = Path(directory)
         self._token = token
         self._host, self._port = host, port

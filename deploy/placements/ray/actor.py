@@ -65,10 +65,6 @@ class FsProbe:
             return False
 
 
-RAYS_OWN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-"""A role has no business with the cluster."""
-
-
 @dataclass(frozen=True)
 class RoleOrder:
     """The command, environment and files of a role that an actor runs."""
@@ -141,7 +137,8 @@ class RoleActor:
             return unseen
         order.logs.mkdir(parents=True, exist_ok=True)
         spec = order.role.spec(order.logs, order.cwd if order.cwd.is_dir() else None)
-        env = {name: value for name, value in spec.env.items() if name not in RAYS_OWN}
+        # A role has no business with the cluster.
+        env = {name: value for name, value in spec.env.items() if name not in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")}
         self._process = RoleProcess(dataclasses.replace(spec, env=env))
         try:
             await self._process.run()

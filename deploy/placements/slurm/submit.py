@@ -23,7 +23,6 @@ from penstock.transfer_queue.redis import USERS_VERSION, find_redis_server, role
 OWNER, SANDBOX = "owner", "sandbox"
 ROLES = ("trainer", "agent", "rollout")
 USERS_FILE = "users.acl"
-SECRET_VARIABLES = (USER_VARIABLE, PASSWORD_VARIABLE, TOKEN_VARIABLE)
 logger = logging.getLogger("penstock.run")
 
 
@@ -81,7 +80,8 @@ SBATCH_TIMEOUT_S = 60.0
 def submit(script: str, path: Path) -> str:
     """Write `script` to `path` and submit it; the job's id. Raises `ConfigError` with what sbatch says."""
     write_private(path, script)
-    environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    secrets = (USER_VARIABLE, PASSWORD_VARIABLE, TOKEN_VARIABLE)
+    environment = {name: value for name, value in os.environ.items() if name not in secrets}
     try:
         done = subprocess.run(
             ["sbatch", "--parsable", str(path)],

@@ -67,8 +67,6 @@ with uncollected():
 
 logger = logging.getLogger("penstock.hf")
 TICK_S = 0.12
-WEIGHTS_DAMAGED = 3
-"""Exit status where memory did not take the weights: only a new process is safe."""
 
 
 class HFServer:
@@ -279,7 +277,8 @@ def _run(copies: list[Copy]) -> None:
 def _end_damaged(text: str) -> NoReturn:
     """The old weights are overwritten already: no token may be sampled from what is there now."""
     print(text, file=sys.stderr, flush=True)
-    os._exit(WEIGHTS_DAMAGED)
+    # Memory did not take the weights: only a new process is safe.
+    os._exit(3)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -21,14 +21,12 @@ TILE = 8192
 """Words of 32 bits that the kernel sums up before it mixes them."""
 PIECE = 4 * TILE
 """Words at a time: all buffers together stay in a core's cache."""
-_FMIX = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 _SEED = 0x243F6A88
 _LANES = (
     (np.uint32(0x27D4EB2D), np.uint32(_SEED), 15),
     (np.uint32(0x165667B1), np.uint32((_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF), 13),
 )
 """(factor and seed of a word's position, bits by which it is rotated) of the upper and lower half of the sum."""
-_SPLITMIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 
 
@@ -87,7 +85,7 @@ def device_checksum(data: NDArray[np.uint8]) -> str:
     words, total = data.view("<u4"), 0
     for start in range(0, len(words), PIECE):
         total += _sum_of_tiles(words[start : start + PIECE], start, data.size)
-    for shift, factor in zip((30, 27), _SPLITMIX, strict=True):
+    for shift, factor in zip((30, 27), (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), strict=True):
         total &= _MASK
         total = (total ^ total >> shift) * factor & _MASK
     return f"{total ^ total >> 31:016x}"
@@ -113,7 +111,7 @@ def _sum_of_tiles(words: NDArray[np.uint32], start: int, nbytes: int) -> int:
 
 def _mix(values: NDArray[np.uint32], shifted: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """MurmurHash3's finaliser, in place; `shifted` is overwritten."""
-    for shift, factor in zip((16, 13), _FMIX, strict=True):
+    for shift, factor in zip((16, 13), (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)), strict=True):
         values ^= np.right_shift(values, shift, out=shifted)
         values *= factor
     values ^= np.right_shift(values, 16, out=shifted)

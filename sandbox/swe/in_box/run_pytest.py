@@ -29,8 +29,6 @@ from typing import Any, Callable, Iterator  # noqa: UP035 - as Python 3.7 has th
 import pytest
 
 CANARIES = 3
-SUFFIXES = ("again", "twice", "empty", "nested", "large", "unicode", "default", "order", "copy", "types")
-FAILING = ("assert {0} == {1}", "assert not {1}", "raise AssertionError({0})", "raise ValueError({1})")
 Sign = Callable[[Any], None]
 REAL = os._exit
 """Taken before other code could put something else in its place."""
@@ -252,7 +250,8 @@ def make_canaries(items: list[Any]) -> Iterator[Any]:
     for host in dice.sample(hosts, min(CANARIES, len(hosts))):
         module = host.getparent(pytest.Module)
         base = getattr(host, "originalname", None) or host.name.partition("[")[0]
-        free = [name for name in (f"{base}_{suffix}" for suffix in SUFFIXES) if name not in names]
+        suffixes = ("again", "twice", "empty", "nested", "large", "unicode", "default", "order", "copy", "types")
+        free = [name for name in (f"{base}_{suffix}" for suffix in suffixes) if name not in names]
         if free:
             name = dice.choice(free)
             names.add(name)
@@ -279,7 +278,8 @@ def is_plain(module: Any) -> bool:
 
 def failing(name: str, module: Any, dice: random.Random) -> Any:
     """A function that fails, said to come from the module's own file."""
-    line = dice.choice(FAILING).format(dice.randint(1, 99), dice.randint(100, 999))
+    failing = ("assert {0} == {1}", "assert not {1}", "raise AssertionError({0})", "raise ValueError({1})")
+    line = dice.choice(failing).format(dice.randint(1, 99), dice.randint(100, 999))
     code = compile(f"def {name}():\n    {line}\n", str(getattr(module, "path", None) or module.fspath), "exec")
     space: dict[str, Any] = {}
     exec(code, space)  # noqa: S102 - our own text

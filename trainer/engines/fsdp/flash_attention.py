@@ -32,8 +32,6 @@ IMPLEMENTATION, PACKAGE = "FA3", "flash_attn_interface"
 CAPABILITY = (9, 0)
 TOLERANCE = 0.02
 """Tolerance as a share of the norm: two kernels in bfloat16 round their products to 2⁻⁸ in another order."""
-OTHER_SIZES = ("qk_nope_head_dim", "v_head_dim", "global_head_dim", "swa_head_dim")
-"""Settings of models whose heads are not all of `head_dim`."""
 TRIED_LENGTHS, TRIED_FORKS = (70, 129, 1, 56), (-1, 60, 100, -1)
 """Runs that a kernel is tried on, of which one continues another, and one the second."""
 
@@ -112,7 +110,9 @@ def row_loop_because(rows: RowPlan, dtype: torch.dtype, device: torch.device) ->
 def _has_one_head_size(config: Any) -> bool:
     if not hasattr(config, "num_attention_heads"):
         return True
-    return len(set(head_sizes(config))) == 1 and not any(getattr(config, name, None) for name in OTHER_SIZES)
+    # With these settings not all heads are of `head_dim`.
+    others = ("qk_nope_head_dim", "v_head_dim", "global_head_dim", "swa_head_dim")
+    return len(set(head_sizes(config))) == 1 and not any(getattr(config, name, None) for name in others)
 
 
 def _tried(policy: Policy, dtype: torch.dtype, device: torch.device) -> str:

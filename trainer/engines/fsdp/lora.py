@@ -120,8 +120,6 @@ class Adapter:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
 
 
-EXPERTS_TOO = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Names that peft uses for experts that are one parameter, anywhere in the model."""
 MAMBAS = frozenset({"falcon_h1", "nemotron_h"})
 """Types of models in which peft refuses a mixer's `out_proj`: a kernel for training without row bounds reads its
 weight."""
@@ -143,7 +141,9 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
     linear = {
         name.rpartition(".")[2] for name, part in model.named_modules() if type(part) is nn.Linear and part is not head
     }
-    excluded = (EXPERTS_TOO if stacked else set()) | ({"out_proj"} if model.config.model_type in MAMBAS else set())
+    # Names that peft uses for experts that are one parameter, anywhere in the model.
+    experts = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+    excluded = (experts if stacked else set()) | ({"out_proj"} if model.config.model_type in MAMBAS else set())
     return sorted(linear - excluded)
 
 

@@ -53,8 +53,6 @@ SHORT = (5, 3)
 LONG = (70, 90)
 """Lengths of the rows that are tried; long ones where layers carry a state, whose loops take 64 tokens at a time."""
 FIRST_ROW = (1, 2, 3, 4, 5)
-TRIED_IMAGES = (((60, 90), (90, 60)), ((120, 60),), ())
-"""Width and height of the images of each row that a model of images and text is tried on."""
 
 
 def places_of_lengths(settings: dict[str, Any], *, named: bool = False) -> Iterator[tuple[dict[str, Any], str]]:
@@ -228,7 +226,9 @@ class TrialRows:
     def with_images(cls, model: PreTrainedModel, vision: Vision) -> TrialRows:
         """Places of images among other ids, which are none of its vision."""
         words = [word for word in range(1, 61) if word != vision.image_token]
-        images = tuple(tuple(_noise(*size) for size in sizes) for sizes in TRIED_IMAGES)
+        # Width and height of the images of each row.
+        sizes = (((60, 90), (90, 60)), ((120, 60),), ())
+        images = tuple(tuple(_noise(*size) for size in sizes) for sizes in sizes)
         rows = []
         for number, of_row in enumerate(images):
             ids = words[number : number + 3]

@@ -417,8 +417,6 @@ ATTENTION = (
     "torch_attn::_varlen_attn",
 )
 """Kernels: their output is smaller than what computing it again costs."""
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
-"""Products of matrices, with and without a bias; of all experts of a layer."""
 
 
 def recomputed(forward: Callable[..., Any], how: Literal[True, "selective"]) -> Callable[..., Any]:
@@ -441,7 +439,7 @@ def _keep(
     """`products`: how many there were before, in the forward and when it is computed again."""
     name = operation.name().partition(".")[0] if isinstance(operation, torch._ops.OpOverload) else ""
     must_save = name in ATTENTION
-    if name in PRODUCTS:
+    if name in ("aten::mm", "aten::addmm", "aten::_grouped_mm"):
         products[context.is_recompute] += 1
         must_save = products[context.is_recompute] % 2 == 1
     return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -15,12 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.trainer.engines.fsdp.row_choice import FIRST_ROW, first_sentence, places_of_lengths
 
-MOST_PARAMETERS = 1 << 29
-"""Maximum parameters of a copy."""
 WORDS = 64
 SMALL = {"vocab_size": WORDS, "vocab_size_per_layer_input": WORDS, "intermediate_size": 64, "moe_intermediate_size": 64}
-SMALL_LENGTH = 16
-"""The most of a length in tokens from which on the model computes otherwise (`rows.LENGTHS`)."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 PLACES = ("attn_layer_indices", "full_attn_idxs", "mlp_only_layers", "moe_layers")
 """Settings that list layers by number."""
@@ -48,7 +44,7 @@ def small_copy(config: Any) -> PreTrainedModel:
     if lacking := _kinds(model) - _kinds(shape):
         raise NoCopy(f"a small copy of it would have no {min(lacking)}")
     parameters = sum(parameter.numel() for parameter in shape.parameters())
-    if parameters > MOST_PARAMETERS:
+    if parameters > 1 << 29:
         raise NoCopy(f"a copy would have {parameters / 1e6:.0f} M parameters")
     try:
         with torch.random.fork_rng(devices=[]):
@@ -110,7 +106,8 @@ def _make_small(config: Any, of_each: int) -> None:
         if isinstance(getattr(config, name, None), int | float):
             setattr(config, name, value)
     for owner, name in places_of_lengths(vars(config)):
-        owner[name] = min(owner[name], SMALL_LENGTH)
+        # The most of a length in tokens from which on the model computes otherwise (`rows.LENGTHS`).
+        owner[name] = min(owner[name], 16)
     # Smaller weights would hide a difference in the logits, larger ones would show float32's rounding.
     config.initializer_range = config.hidden_size**-0.5
     chosen = max(getattr(config, name, None) or 1 for name in ("num_experts_per_tok", "top_k_experts", "n_group"))

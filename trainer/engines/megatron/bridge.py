@@ -24,7 +24,6 @@ from penstock.trainer.engines.fsdp.shell import folder_of
 from penstock.trainer.engines.megatron.settings import SETUP_HINT, check_model
 from penstock.trainer.job import BadJob
 
-RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 DATA_PARALLEL = {
     "use_distributed_optimizer": True,
     "grad_reduce_in_fp32": True,
@@ -62,7 +61,8 @@ class ModelBridge:
             use_local_layers(self._bridge)
         # No dropout: the engine that sampled had none. Gradients are summed: the divisor of the loss counts all ranks.
         exact = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "calculate_per_token_loss": True}
-        self._bridge.set_extra_args(**exact, **(RECOMPUTE if config.recompute else {}))
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        self._bridge.set_extra_args(**exact, **(recompute if config.recompute else {}))
 
     @property
     def config(self) -> Any:

@@ -42,12 +42,6 @@ from penstock.trainer.packing import Pack
 
 CARRIER = "attention_bias"
 """Argument of a layer's forward that holds a `Routing`."""
-OWN_WAY = {
-    "moe_router_fusion": True,
-    "moe_router_load_balancing_type": "sinkhorn",
-    "moe_router_force_load_balancing": True,
-}
-"""megatron's settings under which its routers do not ask a chooser."""
 
 
 class StageRouters:
@@ -193,7 +187,13 @@ def _columns(own: Sequence[Any], layers: MixtureLayers) -> list[int]:
 
 def _check_router(router: Any, layers: MixtureLayers) -> None:
     mixtures, config = layers.mixtures, router.config
-    own_way = [name for name, value in OWN_WAY.items() if getattr(config, name, None) == value]
+    # Under these settings megatron's routers do not ask a chooser.
+    settings = {
+        "moe_router_fusion": True,
+        "moe_router_load_balancing_type": "sinkhorn",
+        "moe_router_force_load_balancing": True,
+    }
+    own_way = [name for name, value in settings.items() if getattr(config, name, None) == value]
     if own_way:
         raise NoRouters(f"megatron-core's routers cannot replay experts under {', '.join(own_way)}")
     if (router.topk, config.num_moe_experts) != (mixtures.per_token, mixtures.experts):
