@@ -100,7 +100,13 @@ def _with_tool_role(chat: ChatTokens, verification: TemplateVerification) -> Tem
 def _verify(chat: ChatTokens, tools: Tools) -> TemplateVerification:
     findings = _Findings()
     if tools:
-        _check_tools_are_shown(chat, tools)
+        text = chat.template.render([USER], tools, prompt=True)
+        missing = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
+        if missing:
+            raise TemplateError(
+                f"the model's chat template ignores tools (not shown: {', '.join(missing)}); "
+                "use a model whose template has a tools section, or run without tools"
+            )
         _check_results(chat, tools, findings)
         check_calls_are_read(chat.parser, chat.template, tools)
     for case in conversations(chat, tools, images=chat.rendering.places is not None):
@@ -314,16 +320,6 @@ def tools_problem(chat: ChatTokens) -> str:
     """The reason why this model cannot be given tools; empty if it can. For tools that are not known at start."""
     verification = _verified_with_probe(chat)
     return str(verification) if isinstance(verification, TemplateError) else ""
-
-
-def _check_tools_are_shown(chat: ChatTokens, tools: Tools) -> None:
-    text = chat.template.render([USER], tools, prompt=True)
-    missing = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
-    if missing:
-        raise TemplateError(
-            f"the model's chat template ignores tools (not shown: {', '.join(missing)}); "
-            "use a model whose template has a tools section, or run without tools"
-        )
 
 
 def _check_results(chat: ChatTokens, tools: Tools, findings: _Findings) -> None:

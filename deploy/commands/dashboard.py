@@ -13,7 +13,6 @@ from penstock.deploy.commands.shared import refuse, user_errors
 
 if TYPE_CHECKING:
     from penstock.dashboard import Tokens
-    from penstock.deploy.run.connection import RunConnection
 
 
 def dashboard(
@@ -40,7 +39,11 @@ def dashboard(
         typer.echo(f"{runs_dir.resolve()}: {state}; the page shows runs as they come", err=True)
 
     async def role() -> None:
-        queues = FolderQueues(runs_dir.resolve(), _own_link())
+        # The run that this shell or supervisor belongs to, if any; otherwise only those in the folder.
+        from penstock.deploy.run.connection import RUN_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE, RunConnection
+
+        named = all(os.environ.get(name) for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE))
+        queues = FolderQueues(runs_dir.resolve(), RunConnection.from_environment() if named else None)
         await serve_page(runs_dir.resolve(), queues, tokens, host=host, port=port, say=_print_page)
 
     with user_errors(CannotListen):
@@ -62,11 +65,3 @@ def _tokens() -> Tokens:
     if read == write:
         raise typer.BadParameter(f"{VIEW_TOKEN_VARIABLE} and {TOKEN_VARIABLE} are the same")
     return Tokens(write, read)
-
-
-def _own_link() -> RunConnection | None:
-    """The run that this shell or supervisor belongs to; None: only those in the folder."""
-    from penstock.deploy.run.connection import RUN_VARIABLE, TOKEN_VARIABLE, URL_VARIABLE, RunConnection
-
-    named = all(os.environ.get(name) for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE))
-    return RunConnection.from_environment() if named else None

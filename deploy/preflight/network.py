@@ -137,7 +137,18 @@ async def examine_redis(url: str, username: str | None, password: str | None, ma
         infos = await connection.infos()
         version = infos[0].get("redis_version")
         reached = Check("redis", True, f"{redact(url)}: Redis {version}, noeviction, {len(infos)} node(s)")
-        return [reached, _append_only(infos), _memory(infos, max_bytes), await _clock(connection)]
+        off = [info for info in infos if not info.get("aof_enabled")]
+        return [
+            reached,
+            Check(
+                "redis appendonly",
+                not off,
+                f"appendonly is off on {len(off)} of {len(infos)} nodes: a restart would lose the run" if off else "on",
+                "CONFIG SET appendonly yes, and `appendonly yes` in its redis.conf",
+            ),
+            _memory(infos, max_bytes),
+            await _clock(connection),
+        ]
     except QueueError as error:
         return [Check("redis", False, str(error), _fix(error))]
     finally:
@@ -153,16 +164,6 @@ def _fix(error: QueueError) -> str:
     if "noeviction" in text:
         return "CONFIG SET maxmemory-policy noeviction, and in its redis.conf"
     return text
-
-
-def _append_only(infos: list[dict[str, Any]]) -> Check:
-    off = [info for info in infos if not info.get("aof_enabled")]
-    return Check(
-        "redis appendonly",
-        not off,
-        f"appendonly is off on {len(off)} of {len(infos)} nodes: a restart would lose the run" if off else "on",
-        "CONFIG SET appendonly yes, and `appendonly yes` in its redis.conf",
-    )
 
 
 def _memory(infos: list[dict[str, Any]], max_bytes: int) -> Check:

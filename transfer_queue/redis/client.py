@@ -195,22 +195,18 @@ class Connection:
         with contextlib.suppress(TimeoutError):  # what got no reply says so
             async with asyncio.timeout(limit_s):
                 for phase in phases:
-                    await self._run_missing(phase)
+                    missing = [call for call in phase if call.error is not None]
+                    if missing:
+                        await self._routes.run(missing)
+                    unknown = [call for call in missing if _is_unknown(call)]
+                    if unknown and await self._teach(unknown):
+                        await self._routes.run(unknown)
                     if any(call.error is not None for call in phase):
                         break  # a script must see the writes of the phase before it
         errors = [call.error for call in chain.from_iterable(phases) if call.error is not None]
         for error in errors:
             check_passing(error, self._where)
         return errors[0] if errors else None
-
-    async def _run_missing(self, phase: Sequence[RedisCall]) -> None:
-        """Send the calls without a reply; Redis is taught scripts that it does not know."""
-        missing = [call for call in phase if call.error is not None]
-        if missing:
-            await self._routes.run(missing)
-        unknown = [call for call in missing if _is_unknown(call)]
-        if unknown and await self._teach(unknown):
-            await self._routes.run(unknown)
 
     def _script_call(self, name: str, key: str, args: Sequence[Any], keys: Sequence[str]) -> RedisCall:
         command = ("FCALL", library().function(name)) if self._functions else ("EVALSHA", script(name).sha)

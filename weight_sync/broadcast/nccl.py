@@ -85,7 +85,19 @@ class Nccl:
 
     def __init__(self, path: str) -> None:
         """Raises `OSError` if there is none."""
-        self._library = _declared(ctypes.CDLL(path))
+        library = ctypes.CDLL(path)
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        library.ncclGetErrorString.restype = ctypes.c_char_p
+        library.ncclGetErrorString.argtypes = [integer]
+        library.ncclGetVersion.argtypes = [ctypes.POINTER(integer)]
+        library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
+        library.ncclCommInitRankConfig.argtypes = [
+            ctypes.POINTER(pointer), integer, _UniqueId, integer, ctypes.POINTER(_Config)
+        ]  # fmt: skip
+        library.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(integer)]
+        library.ncclBroadcast.argtypes = [pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer]
+        library.ncclCommAbort.argtypes = [pointer]
+        self._library = library
 
     @classmethod
     @cache
@@ -143,18 +155,3 @@ def until_idle(busy: Callable[[], bool], silence_s: float, stops: threading.Even
 def _check(library: Any, code: int) -> None:
     if code != _SUCCESS:
         raise NcclError(f"NCCL: {library.ncclGetErrorString(code).decode(errors='replace')}")
-
-
-def _declared(library: Any) -> Any:
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
-    library.ncclGetErrorString.restype = ctypes.c_char_p
-    library.ncclGetErrorString.argtypes = [integer]
-    library.ncclGetVersion.argtypes = [ctypes.POINTER(integer)]
-    library.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
-    library.ncclCommInitRankConfig.argtypes = [
-        ctypes.POINTER(pointer), integer, _UniqueId, integer, ctypes.POINTER(_Config)
-    ]  # fmt: skip
-    library.ncclCommGetAsyncError.argtypes = [pointer, ctypes.POINTER(integer)]
-    library.ncclBroadcast.argtypes = [pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer]
-    library.ncclCommAbort.argtypes = [pointer]
-    return library
