@@ -145,14 +145,13 @@ class InFlightAnswers:
         """The answer that this request may share; None: it gets its own.
 
         An answer without readers was abandoned by its client and is shared; with readers only if the client marks this
-        request as a retry, otherwise it is a further sample of the same context. One that was asked for in another form
-        (log-probabilities, the prompt repeated) is awaited instead, and then found in the journal.
+        request as a retry, otherwise it is a further sample of the same context. One that was asked for with or without
+        log-probabilities, as this one is not, is awaited instead, and then found in the journal.
         """
         for call in list(self._calls.get(key, [])):
             if not retried and call.readers:
                 continue
-            form = (request.logprobs, request.echo_prompt)
-            if (call.request.logprobs, call.request.echo_prompt) == form:
+            if call.request.logprobs == request.logprobs:
                 return call
             await call.wait_end()
         return None

@@ -171,12 +171,9 @@ class GatewaySession:
             head = head_of(known[0].answer_id, known[0].created_s, request.model, match)
         else:
             head = head_of(answer_id(request.api, secrets.token_hex(16)), int(time.time()), request.model, match)
-        echoed = ""
-        if request.echo_prompt and request.prompt is not None:
-            echoed = request.prompt if isinstance(request.prompt, str) else decode(request.prompt)
         # Some templates open the thinking of each answer themselves; the mark and the space after it take a few ids.
         inside = request.api == "messages" and decode(match.context[-16:]).rstrip().endswith("<think>")
-        return replace(head, echoed=echoed, inside_thinking=inside)
+        return replace(head, inside_thinking=inside)
 
     # sampling ------------------------------------------------------------------------------------------------------
     def _start(

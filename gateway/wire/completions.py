@@ -14,7 +14,6 @@ from penstock.gateway.wire.schema import (
     INT32,
     ONE_LOGPROB,
     PENALTIES,
-    PROMPT_LOGPROBS,
     UNCONSTRAINED,
     BodyFields,
     ChoicesBody,
@@ -43,7 +42,6 @@ class CompletionBody(ChoicesBody):
         description="0 and 1 mean the same: of the sampled tokens. More is refused.",
         json_schema_extra={"maximum": 1},
     )
-    echo: bool | None = Field(None, description="The text of each choice begins with the prompt. Not with logprobs.")
     best_of: Count | None = Field(None, description="Only as many as n.")
 
 
@@ -52,6 +50,7 @@ FIELDS = BodyFields(
     harmless=HARMLESS,
     refused=PENALTIES
     | {
+        "echo": UnsupportedField("an answer is what was sampled; the client has the prompt", (False,)),
         "suffix": UnsupportedField("no text is inserted, answers only continue the prompt", ("",)),
         "response_format": UnsupportedField(UNCONSTRAINED, ({"type": "text"},)),
     },
@@ -66,8 +65,6 @@ def parse_completion(body: Any) -> CompletionRequest:
         raise InvalidRequest("best_of", "is not supported here, other than n", "unsupported_parameter")
     if (completion.logprobs or 0) > 1:
         raise InvalidRequest("logprobs", f"above 1 is not supported here: {ONE_LOGPROB}", "unsupported_parameter")
-    if completion.echo and completion.logprobs is not None:
-        raise InvalidRequest("echo", f"is not supported here with logprobs: {PROMPT_LOGPROBS}", "unsupported_parameter")
     prompt: Any = completion.prompt
     if isinstance(prompt, list) and not isinstance(prompt[0], int):
         if len(prompt) > 1:
@@ -83,19 +80,13 @@ def parse_completion(body: Any) -> CompletionRequest:
         logprobs=completion.logprobs is not None,
         stream=bool(completion.stream),
         include_usage=completion.wants_usage,
-        echo_prompt=bool(completion.echo),
     )
 
 
 def completion_body(request: CompletionRequest, head: AnswerHead, choices: Sequence[Choice]) -> dict[str, Any]:
     """A ``text_completion``."""
     whole = [
-        _choice(
-            one.index,
-            head.echoed + one.content,
-            _logprobs(one.tokens, 0) if request.logprobs else None,
-            one.finish_reason,
-        )
+        _choice(one.index, one.content, _logprobs(one.tokens, 0) if request.logprobs else None, one.finish_reason)
         for one in choices
     ]
     return {**frame_of(head, "text_completion"), "choices": whole, "usage": usage(head, choices)}
@@ -109,10 +100,8 @@ class CompletionStream(ChoicesStream):
         self._tokens: list[list[SampledToken]] = [[] for _ in range(request.n)]
 
     def start(self) -> bytes:
-        """The prompt of each choice, if it is repeated."""
-        if not self._head.echoed:
-            return b""
-        return b"".join(self._event(_choice(index, self._head.echoed, None, None)) for index in range(self._request.n))
+        """Nothing comes before the first text."""
+        return b""
 
     def feed(self, index: int, delta: TextDelta) -> bytes:
         """Text that can be shown and tokens that were sampled meanwhile."""

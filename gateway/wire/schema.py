@@ -161,7 +161,6 @@ HARMLESS = frozenset(
 OTHER_DISTRIBUTION = "tokens would be sampled from another distribution than the policy's"
 UNCONSTRAINED = "sampling is not constrained to a format; ask for it in the prompt and check the answer"
 ONE_LOGPROB = "engines report the sampled token's log-probability alone"
-PROMPT_LOGPROBS = "engines report no log-probabilities of a prompt"
 TEXT_ONLY = "answers are text"
 NOT_THE_MODELS = "the served model has no such setting"
 NOT_HERE = "this is a service of OpenAI's"

@@ -67,8 +67,6 @@ class CompletionRequest:
     """/v1/responses only: a system message before all others, not inherited through `previous_response_id`."""
     previous_response_id: str | None = None
     """/v1/responses only: the response whose messages come before `messages`."""
-    echo_prompt: bool = False
-    """/v1/completions only: the text of each choice begins with the prompt's."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """/v1/responses only: fields of the request that its answer repeats."""
     stored: bool = True
@@ -127,8 +125,6 @@ class AnswerHead:
     """Prompt tokens that continue an earlier answer of this episode."""
     inside_thinking: bool = False
     """/v1/messages only: the prompt ends inside thinking that it opened, and the answer begins there."""
-    echoed: str = ""
-    """/v1/completions only: the prompt's text, where the answer repeats it."""
 
 
 _PREFIX = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_", "messages": "msg_"}

@@ -3,17 +3,16 @@ conversation has the same messages everywhere."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
 from penstock.gateway.wire.chat import parse_chat
-from penstock.gateway.wire.completions import CompletionStream, completion_body, parse_completion
+from penstock.gateway.wire.completions import parse_completion
 from penstock.gateway.wire.messages import parse_count_tokens, parse_messages
 from penstock.gateway.wire.responses import parse_response
 from penstock.gateway.wire.thinking_blocks import divide
-from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest
+from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 
 USER = {"role": "user", "content": "What is 1+2?"}
 SCHEMA = {"type": "object", "properties": {"a": {"default": None}}}
@@ -173,23 +172,6 @@ def test_one_prompt_as_text_or_exact_ids(sent: Any, prompt: Any) -> None:
     request = parse_completion({"model": "tiny", "prompt": sent, "max_tokens": 5, "echo": False, "best_of": 2, "n": 2})
     assert (request.prompt, request.n, request.sampling) == (prompt, 2, {"max_new_tokens": 5})
     assert not request.reads_calls
-
-
-@pytest.mark.parametrize("prompt", ["Once", [1, 2, 3]])
-def test_completions_echo_is_answered(prompt: Any) -> None:
-    asked = parse_completion({"model": "tiny", "prompt": prompt, "echo": True, "n": 2})
-    assert asked.echo_prompt
-    head = AnswerHead("cmpl-1", 0, "tiny", 3, echoed="Once")
-    choices = [Choice(index, (5,), (-0.5,), " upon", " upon") for index in range(2)]
-    whole = completion_body(asked, head, choices)
-    assert [one["text"] for one in whole["choices"]] == ["Once upon"] * 2
-    assert whole["usage"]["completion_tokens"] == 2, "the prompt is not sampled"
-    stream = CompletionStream(asked, head)
-    sent = b"".join([stream.start(), *(stream.finish(one) for one in choices)]).decode()
-    events = [json.loads(line.removeprefix("data: ")) for line in sent.splitlines() if line]
-    for index in range(2):
-        texts = [event["choices"][0]["text"] for event in events if event["choices"][0]["index"] == index]
-        assert "".join(texts) == "Once upon"
 
 
 @pytest.mark.parametrize(("number", "asked"), [(None, False), (0, True), (1, True)])
