@@ -1,4 +1,5 @@
-"""`penstock doctor` and the refusals of `penstock run` as a person sees them; `test_faults` has each fault."""
+"""`penstock doctor` and the refusals of `penstock run` as a person sees them; each fault is in `test_faults` and
+`test_machine_faults`."""
 
 from __future__ import annotations
 
