@@ -2,14 +2,12 @@ from .address import HOST_VARIABLE as HOST_VARIABLE
 from .address import address_towards as address_towards
 from .address import interfaces_for as interfaces_for
 from .address import is_loopback as is_loopback
-from .address import listening_host as listening_host
 from .address import own_host as own_host
 from .address import reachable_host as reachable_host
 from .backoff import Backoff as Backoff
 from .backoff import retry as retry
 from .concurrency import cancel_and_wait as cancel_and_wait
 from .concurrency import gather_or_cancel as gather_or_cancel
-from .device_locks import DeviceBusy as DeviceBusy
 from .device_locks import load_on_devices as load_on_devices
 from .device_locks import visible_devices as visible_devices
 from .errors import USERS_FAULTS as USERS_FAULTS
@@ -47,16 +45,13 @@ from .http_server import url_host as url_host
 from .http_server import url_of as url_of
 from .huge_pages import huge_area as huge_area
 from .log_files import keep_logs_bounded as keep_logs_bounded
-from .log_files import open_log as open_log
 from .process import ProcessTable as ProcessTable
-from .process import command_line as command_line
 from .process import cores as cores
 from .process import describe_exit as describe_exit
 from .process import die_with_parent as die_with_parent
 from .process import environment_without_secrets as environment_without_secrets
 from .process import frozen_start as frozen_start
 from .process import guard_command as guard_command
-from .process import handles_signal as handles_signal
 from .process import kill_group as kill_group
 from .process import process_has_ended as process_has_ended
 from .process import process_identity as process_identity
@@ -65,7 +60,6 @@ from .process import uncollected as uncollected
 from .prometheus import Metrics as Metrics
 from .prometheus import counter_family as counter_family
 from .prometheus import gauge_family as gauge_family
-from .prometheus import metrics_app as metrics_app
 from .prometheus import metrics_token as metrics_token
 from .registry import Registry as Registry
 from .registry import UnknownName as UnknownName
@@ -75,7 +69,6 @@ from .registry import pattern_of as pattern_of
 from .tracing import OpenSpan as OpenSpan
 from .tracing import context_of as context_of
 from .tracing import current_context as current_context
-from .tracing import export_spans as export_spans
 from .tracing import spans_on as spans_on
 from .tracing import start_span as start_span
 from .tracing import trace_headers as trace_headers

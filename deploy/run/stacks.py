@@ -19,7 +19,8 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-from penstock.common import ProcessTable, command_line, handles_signal
+from penstock.common import ProcessTable
+from penstock.common.process import command_line, handles_signal
 
 STDERR = 2
 MOST_STACKS = 40

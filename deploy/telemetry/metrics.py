@@ -38,14 +38,14 @@ from penstock.common import (
     HttpServer,
     cancel_and_wait,
     counter_family,
-    export_spans,
     gauge_family,
     listen,
-    metrics_app,
     metrics_token,
     url_host,
     write_atomically,
 )
+from penstock.common.prometheus import metrics_app
+from penstock.common.tracing import export_spans
 from penstock.deploy.config import RunConfig, TelemetryConfig
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import QueueError, QueueGauges, ServerInfo, Status, TransferQueue

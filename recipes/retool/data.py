@@ -38,11 +38,7 @@ LARGEST = 9999
 """Largest result: digits are copied one by one."""
 STOPS = 0.35
 """Share of the cold start's results which are answered although a part follows."""
-_DAPO_PROBLEM = re.compile(
-    r"^Solve the following math problem step by step\..*?\n\n(.*)\n\nRemember to put your", re.DOTALL
-)
 _CODE = re.compile(r"<code>\s*(?:```python\n)?(.*?)(?:```)?\s*</code>", re.DOTALL)
-_PRINTED = re.compile(r"<interpreter>\n?(.*?)\n?</interpreter>", re.DOTALL)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -222,7 +218,10 @@ def dapo(options: argparse.Namespace) -> dict[Path, int]:
 
 def dapo_problem(prompt: str) -> str:
     """The problem without DAPO's own instructions about the form of the answer."""
-    match = _DAPO_PROBLEM.search(prompt)
+    pattern = re.compile(
+        r"^Solve the following math problem step by step\..*?\n\n(.*)\n\nRemember to put your", re.DOTALL
+    )
+    match = pattern.search(prompt)
     return match.group(1).strip() if match else prompt.strip()
 
 
@@ -264,7 +263,8 @@ def conversation(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     at = 0
     for code in _CODE.finditer(answer):
-        printed = _PRINTED.search(answer, code.end())
+        of_interpreter = re.compile(r"<interpreter>\n?(.*?)\n?</interpreter>", re.DOTALL)
+        printed = of_interpreter.search(answer, code.end())
         if printed is None:
             break
         call = {"type": "function", "function": {"name": "python", "arguments": {"code": code.group(1).strip()}}}

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from penstock.common import describe_exit, open_log
+from penstock.common import describe_exit
+from penstock.common.log_files import open_log
 
 
 def engine_logs(log_dir: Path, name: str) -> Path:

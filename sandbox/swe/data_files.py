@@ -19,16 +19,15 @@ from penstock.sandbox.swe.task import SweTask
 MAX_DATA_BYTES = 1 << 20
 """Limit of a file whose values are changed; a larger one is only hidden."""
 _HEADER = re.compile(rb"^\+\+\+ b/([^\t\n\"]+)$", re.MULTILINE)
-_BINARY = re.compile(rb"^diff --git a/([^\t\n\"]+) b/\1$", re.MULTILINE)
 _CODE = (".py", ".pyi", ".pyx", ".pyc", ".so", ".cfg", ".ini", ".toml")
 _TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|-?\d+(?:\.\d+)?(?![\w.])|[A-Za-z]+')
 _WORDS = {"true", "false", "null", "None", "True", "False", "nan", "NaN", "inf", "Infinity"}
-_EXPECTED = re.compile(r"(?i)expect|output|result|answer|want|solution|target")
 
 
 def hidden_data(task: SweTask) -> tuple[str, ...]:
     """Files that `test_patch` brings or changes, and that no interpreter or pytest reads."""
-    named = [*_HEADER.findall(task.test_patch), *_BINARY.findall(task.test_patch)]
+    binary = re.compile(rb"^diff --git a/([^\t\n\"]+) b/\1$", re.MULTILINE)
+    named = [*_HEADER.findall(task.test_patch), *binary.findall(task.test_patch)]
     paths = dict.fromkeys(one.decode("utf-8", "surrogateescape").rstrip("\r") for one in named)
     return tuple(path for path in paths if posixpath.splitext(path)[1] not in _CODE)
 
@@ -47,7 +46,7 @@ class Value:
 
 Strategy = Callable[[Value], bool]
 STRATEGIES: tuple[Strategy, ...] = (
-    lambda value: bool(_EXPECTED.search(value.key)),
+    lambda value: bool(re.search(r"(?i)expect|output|result|answer|want|solution|target", value.key)),
     lambda value: value.last,
     lambda value: True,
 )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.common import interfaces_for, is_loopback, listening_host, own_host, reachable_host, url_host
-from penstock.common.address import _find_own_address, interface_of
+from penstock.common import interfaces_for, is_loopback, own_host, reachable_host, url_host
+from penstock.common.address import _find_own_address, interface_of, listening_host
 
 NAME = socket.gethostname()
 

@@ -28,13 +28,13 @@ from penstock.common import (
     complete_openapi,
     error_response,
     listen,
-    metrics_app,
     metrics_token,
     opens,
     same_token,
     url_host,
 )
 from penstock.common.http_server import ServerFailed
+from penstock.common.prometheus import metrics_app
 
 TOKEN = "t0ken-ü"
 

@@ -16,7 +16,8 @@ from functools import partial
 
 import torch
 
-from penstock.common import address_towards, listening_host, reachable_host
+from penstock.common import address_towards, reachable_host
+from penstock.common.address import listening_host
 from penstock.weight_sync.broadcast.group import BroadcastGroup, Membership, Transfer, find_store, open_store
 from penstock.weight_sync.broadcast.offer import Member
 from penstock.weight_sync.broadcast.rank_wire import RankWire

@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import aiohttp
 
 from penstock.common import (
-    DeviceBusy,
     FileLock,
     environment_without_secrets,
     guard_command,
@@ -30,6 +29,7 @@ from penstock.common import (
     load_on_devices,
     visible_devices,
 )
+from penstock.common.device_locks import DeviceBusy
 from penstock.common.guard import GRACE_S
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
