@@ -6,23 +6,21 @@ Every error names the key and how to fix it.
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 import penstock
 from penstock.agent_loops import AgentConfig, search_folders
 from penstock.common.registry import nearest
 from penstock.dashboard import DashboardConfig
 from penstock.datasets import HARBOR
+from penstock.deploy.config_schema import ConfigSchema
 from penstock.deploy.pretrained import find_fetched
 from penstock.deploy.python_recipe import BadRecipe, read_python_recipe
-from penstock.deploy.removed_settings import ELSEWHERE, removed
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig, read_tools
@@ -298,7 +296,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(
             f"override {override!r}: the value is not valid YAML ({problem}); quote text as '\"…\"'"
         ) from None
-    if value is None and not text.strip() and _annotation(dotted) is str:
+    if value is None and not text.strip() and ConfigSchema(RunConfig).annotation(dotted) is str:
         value = ""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-6 as a string; people mean the number
@@ -390,66 +388,12 @@ def _resolve_path(text: str, roots: Sequence[Path]) -> str:
 
 def _invalid(error: ValidationError, source: str, *sections: str) -> ConfigError:
     """One line per problem. `sections`: where the checked part stands in the recipe."""
-    lines = [f"  {_explain(problem, [*sections, *map(str, problem['loc'])])}" for problem in error.errors()]
+    schema = ConfigSchema(RunConfig)
+    lines = [f"  {schema.explain(problem, [*sections, *map(str, problem['loc'])])}" for problem in error.errors()]
     if source.endswith(".py"):
-        lines = [PYTHON_TASKS if line.startswith("  data: is required") else line for line in lines]
+        no_tasks = (
+            "  data: no tasks; define a class with reset(seed) and step(action) in this file, or TASKS, a list of "
+            "rows, and compute_score; or set data.train in SETTINGS (docs/guide/environment.md)"
+        )
+        lines = [no_tasks if line.startswith("  data: is required") else line for line in lines]
     return ConfigError("\n".join([f"{source}: {len(lines)} problem(s)", *lines]))
-
-
-PYTHON_TASKS = (
-    "  data: no tasks; define a class with reset(seed) and step(action) in this file, or TASKS, a list of rows, and"
-    " compute_score; or set data.train in SETTINGS (docs/guide/environment.md)"
-)
-
-
-def _explain(problem: ErrorDetails, path: Sequence[str]) -> str:
-    location = [part for part in path if not part.startswith("function-")]
-    dotted = ".".join(location)
-    if problem["type"] == "extra_forbidden":
-        sentence = removed(dotted)
-        return f"{dotted}: {sentence}" if sentence else f"{dotted}: no such key{_nearest(location)}"
-    if problem["type"] == "missing":
-        return f"{dotted}: is required; {_description(location)}"
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{dotted}: {message[:1].lower()}{message[1:]} (got {problem['input']!r}); {_description(location)}"
-
-
-def _nearest(location: Sequence[str]) -> str:
-    if known := ELSEWHERE.get(location[-1]):
-        return f"; did you mean {known!r}?"
-    model = _section(location[:-1])
-    valid = list(model.model_fields) if model else []
-    close = difflib.get_close_matches(location[-1], valid, n=8, cutoff=0.0) if valid else []
-    if close and difflib.SequenceMatcher(None, location[-1], close[0]).ratio() >= 0.5:
-        return f"; did you mean {'.'.join([*location[:-1], close[0]])!r}?"
-    more = "; `penstock run RECIPE --dry-run` prints every setting" if len(valid) > len(close) else ""
-    return f"; valid keys here are, the nearest first, {', '.join(close)}{more}"
-
-
-def _annotation(dotted: str) -> Any:
-    """The declared type of a key; None for an unknown one."""
-    *sections, leaf = dotted.split(".")
-    model = _section(sections)
-    field = model.model_fields.get(leaf) if model else None
-    return field.annotation if field else None
-
-
-def _description(location: Sequence[str]) -> str:
-    model = _section(location[:-1])
-    field = model.model_fields.get(location[-1]) if model else None
-    return (field.description if field else None) or "`penstock run RECIPE --dry-run` prints every setting"
-
-
-def _section(location: Sequence[str]) -> type[BaseModel] | None:
-    """The model class of a section, by its path; list positions are passed over."""
-    model: type[BaseModel] = RunConfig
-    for name in location:
-        if name.isdigit():
-            continue
-        annotation = model.model_fields[name].annotation if name in model.model_fields else None
-        classes = (t for t in (annotation, *get_args(annotation)) if isinstance(t, type))
-        inner = next((t for t in classes if issubclass(t, BaseModel)), None)
-        if inner is None:
-            return None
-        model = inner
-    return model

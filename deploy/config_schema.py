@@ -1,0 +1,69 @@
+"""Explanations of a recipe's problems, from the declared keys: their descriptions, and the nearest key."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from penstock.deploy.removed_settings import ELSEWHERE, removed
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSchema:
+    """The sections and keys below `root`."""
+
+    root: type[BaseModel]
+
+    def explain(self, problem: ErrorDetails, path: Sequence[str]) -> str:
+        """One line: the key, what is wrong, and what the key means."""
+        location = [part for part in path if not part.startswith("function-")]
+        dotted = ".".join(location)
+        if problem["type"] == "extra_forbidden":
+            sentence = removed(dotted)
+            return f"{dotted}: {sentence}" if sentence else f"{dotted}: no such key{self._nearest(location)}"
+        if problem["type"] == "missing":
+            return f"{dotted}: is required; {self._description(location)}"
+        message = problem["msg"].removeprefix("Value error, ")
+        return f"{dotted}: {message[:1].lower()}{message[1:]} (got {problem['input']!r}); {self._description(location)}"
+
+    def _nearest(self, location: Sequence[str]) -> str:
+        if known := ELSEWHERE.get(location[-1]):
+            return f"; did you mean {known!r}?"
+        model = self._section(location[:-1])
+        valid = list(model.model_fields) if model else []
+        close = difflib.get_close_matches(location[-1], valid, n=8, cutoff=0.0) if valid else []
+        if close and difflib.SequenceMatcher(None, location[-1], close[0]).ratio() >= 0.5:
+            return f"; did you mean {'.'.join([*location[:-1], close[0]])!r}?"
+        more = "; `penstock run RECIPE --dry-run` prints every setting" if len(valid) > len(close) else ""
+        return f"; valid keys here are, the nearest first, {', '.join(close)}{more}"
+
+    def annotation(self, dotted: str) -> Any:
+        """The declared type of a key; None for an unknown one."""
+        *sections, leaf = dotted.split(".")
+        model = self._section(sections)
+        field = model.model_fields.get(leaf) if model else None
+        return field.annotation if field else None
+
+    def _description(self, location: Sequence[str]) -> str:
+        model = self._section(location[:-1])
+        field = model.model_fields.get(location[-1]) if model else None
+        return (field.description if field else None) or "`penstock run RECIPE --dry-run` prints every setting"
+
+    def _section(self, location: Sequence[str]) -> type[BaseModel] | None:
+        """The model class of a section, by its path; list positions are passed over."""
+        model = self.root
+        for name in location:
+            if name.isdigit():
+                continue
+            annotation = model.model_fields[name].annotation if name in model.model_fields else None
+            classes = (t for t in (annotation, *get_args(annotation)) if isinstance(t, type))
+            inner = next((t for t in classes if issubclass(t, BaseModel)), None)
+            if inner is None:
+                return None
+            model = inner
+        return model
