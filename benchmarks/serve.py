@@ -74,14 +74,14 @@ class ServiceSide:
 
     async def open(self, models: int, rank: int) -> list[str]:
         session = (await self._post("create_session", {"tags": []}))["session_id"]
-        made = []
+        adapters = []
         for number in range(models):
             body = {"session_id": session, "model_seq_id": number, "base_model": self._name}
             answer = await self._post("create_model", {**body, "lora_config": {"rank": rank, "seed": number}})
             await self._result(answer["request_id"])
-            made.append(answer["model_id"])
+            adapters.append(answer["model_id"])
             self._numbers[answer["model_id"]] = 0
-        return made
+        return adapters
 
     async def step(self, models: Sequence[str], rows: Sequence[np.ndarray]) -> float:
         """Seconds of a step of each model, on its share of the rows."""

@@ -113,8 +113,8 @@ class Client:
     async def model(self, rank: int = 4, **lora: Any) -> str:
         session = (await self.post("create_session", tags=[], sdk_version="0.38.0"))["session_id"]
         lora = {"rank": rank, "seed": 1, **lora}
-        made = await self.post("create_model", session_id=session, model_seq_id=0, base_model=NAME, lora_config=lora)
-        return str((await self.result(made["request_id"]))["model_id"])
+        reply = await self.post("create_model", session_id=session, model_seq_id=0, base_model=NAME, lora_config=lora)
+        return str((await self.result(reply["request_id"]))["model_id"])
 
     async def forward(self, model: str, number: int, **fields: Any) -> str:
         status, answer = await self.send_forward(forward_body(model, number, **fields))

@@ -107,10 +107,10 @@ async def test_what_the_model_cannot_take_fails_and_the_next_request_runs(client
         assert (await client.result(request))["category"] == "user"
     assert (await client.result(await client.forward(model, 6))).metrics["loss:sum"] > 0
     too_large = await client.post("create_session", tags=[])
-    made = await client.post(
+    reply = await client.post(
         "create_model", session_id=too_large["session_id"], model_seq_id=0, base_model=NAME, lora_config={"rank": 9}
     )
-    assert "rank 9" in (await client.result(made["request_id"]))["error"]
+    assert "rank 9" in (await client.result(reply["request_id"]))["error"]
 
 
 async def test_malformed_bodies_are_refused_with_a_field(client: Client) -> None:

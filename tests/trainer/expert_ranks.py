@@ -94,10 +94,10 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
     if ranks.is_rank0:
         store.open()
     if saver := case.get("resume"):
-        found = CheckpointStore(folder / saver / "checkpoints", keep=2).newest()
-        assert found is not None
-        engine.load(found.path, found.ranks)
-        first = found.step
+        newest = CheckpointStore(folder / saver / "checkpoints", keep=2).newest()
+        assert newest is not None
+        engine.load(newest.path, newest.ranks)
+        first = newest.step
     else:
         check_names(Path(case["model"]), engine, ranks)
     scored = [values.tolist() for values in engine.score(packs_of(first, engine, ranks))]
@@ -141,7 +141,7 @@ def travelling_bytes() -> Iterator[list[int]]:
 
 
 def check_names(model: Path, engine: FSDPEngine, ranks: Ranks) -> None:
-    """What would be published before the first step has the names and bits of the model's files."""
+    """Assert that the weights before the first step have the names and bits of the model's files."""
     published = dict(engine.weights(torch.float32))
     if ranks.is_rank0:
         files = load_file(model / "model.safetensors")

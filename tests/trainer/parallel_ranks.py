@@ -44,10 +44,10 @@ ACTIVATION_OFFLOAD = "penstock.trainer.engines.fsdp.activation_offload"
 
 def train_step(learner: Learner, engine: FSDPEngine, ranks: Ranks, step: int) -> dict[str, Any]:
     """Step `step` of the same batches on any number of ranks; returns its metrics."""
-    made = [[make_trajectory(f"train/{step}/{g}", m, step) for m in range(MEMBERS)] for g in range(GROUPS)]
-    made = [[continued(one, group[0].segments[0].prompt_ids) for one in group] for group in made]
+    members = [[make_trajectory(f"train/{step}/{g}", m, step) for m in range(MEMBERS)] for g in range(GROUPS)]
+    members = [[continued(one, group[0].segments[0].prompt_ids) for one in group] for group in members]
     # Two groups have a teacher, each another number of likeliest ids.
-    groups = [[taught(one, 3 + g) if g < 2 else one for one in group] for g, group in enumerate(made)]
+    groups = [[taught(one, 3 + g) if g < 2 else one for one in group] for g, group in enumerate(members)]
     batch = Batch(step, [[t.episode_id for t in group] for group in groups])
     share = share_of(batch, ranks.data.rank, ranks.data.world, engine.config.minibatches)
     mine = [t for group in share for t in groups[group]]

@@ -78,7 +78,7 @@ def seen_by(pack: Pack, place: int) -> list[int]:
 
 
 def test_rows_share_what_they_begin_with() -> None:
-    """A row, a row that goes on from inside its sampled tokens, one from its prompt, and one that shares nothing."""
+    """Row 3 shares a prefix that ends in row 0's sampled tokens, row 2 its prompt, row 1 nothing."""
     rows = [row(0, [1, 2, 3], [4, 5]), row(1, [9], [8, 8, 8]), row(2, [1, 2, 3], [6]), row(3, [1, 2, 3], [4, 7])]
     (pack,) = pack_rows(rows, 100, share=True)
     assert pack.ids.tolist() == [1, 2, 3, 6, 4, 7, 5, 9, 8, 8, 8]

@@ -77,7 +77,7 @@ def path_of(archive: Archive, step: int) -> Path:
 def test_any_trajectories_come_back_to_the_bit(
     tmp_path_factory: pytest.TempPathFactory, drawn: list[Trajectory], images: list[bytes]
 ) -> None:
-    """Those of one run: its engine writes routed experts in one type. Images that several carry are stored once."""
+    """All are of one run, so routed experts have one type. An image of several trajectories is stored once."""
     kind = (
         np.uint16
         if any(s.routed_experts is not None and s.routed_experts.itemsize > 1 for t in drawn for s in t.segments)

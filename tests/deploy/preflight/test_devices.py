@@ -49,13 +49,13 @@ def no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("path", GPU_RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_a_recipe_for_gpus_is_refused_without_one_whatever_its_model(path: Path) -> None:
     config = load_config(path, [f"model={RECIPE.parent / 'calculator/model'}"])
-    found = check_devices(config)
-    assert found is not None
-    assert not found.ok
+    problem = check_devices(config)
+    assert problem is not None
+    assert not problem.ok
     # Those of gpu64 are on other machines.
-    assert ("rollout.vllm_args.enforce_eager=false" in found.found) == (config.rollout.servers > 0)
-    assert ("rollout.vllm_args.enforce_eager=true" in found.fix) == (config.rollout.servers > 0)
-    assert ("trainer.offload=false" in found.fix) == ("offload: true" in path.read_text())
+    assert ("rollout.vllm_args.enforce_eager=false" in problem.found) == (config.rollout.servers > 0)
+    assert ("rollout.vllm_args.enforce_eager=true" in problem.fix) == (config.rollout.servers > 0)
+    assert ("trainer.offload=false" in problem.fix) == ("offload: true" in path.read_text())
 
 
 VLLM_ON_CPU = [
@@ -77,11 +77,11 @@ def test_what_computes_on_cpus_needs_no_gpu(path: Path, words: list[str]) -> Non
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("setting", ["trainer.engine=megatron", "trainer.liger=true", "trainer.offload=true"])
 def test_what_computes_on_gpus_alone_is_refused_without_one(setting: str) -> None:
-    found = check_devices(load_config(RECIPE, [setting]))
-    assert found is not None
-    assert not found.ok
-    assert setting.removesuffix("=true") in found.found
-    assert setting.partition("=")[0] in found.fix
+    problem = check_devices(load_config(RECIPE, [setting]))
+    assert problem is not None
+    assert not problem.ok
+    assert setting.removesuffix("=true") in problem.found
+    assert setting.partition("=")[0] in problem.fix
 
 
 @pytest.mark.usefixtures("gpu")
@@ -110,9 +110,9 @@ def test_a_ranks_share_of_the_cores_is_not_too_many(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_two_types_of_one_model_are_warned_of(words: list[str], fix: str | None) -> None:
-    found = check_dtype(load_config(RECIPE, words))
-    assert (found.fix if found else None) == fix
-    assert found is None or found.verdict == "warn"
+    problem = check_dtype(load_config(RECIPE, words))
+    assert (problem.fix if problem else None) == fix
+    assert problem is None or problem.verdict == "warn"
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -128,10 +128,10 @@ def test_with_a_gpu_nothing_is_missing() -> None:
 @pytest.mark.usefixtures("no_gpu")
 def test_a_model_larger_than_the_machine_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.deploy.preflight.machine.memory_bytes", lambda: 120 << 30)
-    found = check_size(load_config(RECIPE, [f"model={model}"]))
-    assert found is not None
-    assert not found.ok, "float32 weights, gradients and moments are 16 bytes of each of 8 billion"
-    assert model in found.found
+    problem = check_size(load_config(RECIPE, [f"model={model}"]))
+    assert problem is not None
+    assert not problem.ok, "float32 weights, gradients and moments are 16 bytes of each of 8 billion"
+    assert model in problem.found
     monkeypatch.setattr("penstock.deploy.preflight.machine.memory_bytes", lambda: 512 << 30)
     assert check_size(load_config(RECIPE, [f"model={model}"])).ok  # type: ignore[union-attr]
 
@@ -149,12 +149,12 @@ def test_a_model_larger_than_the_machine_is_refused(model: str, monkeypatch: pyt
     ],
 )
 def test_a_model_larger_than_a_device_is_refused(model: str, settings: tuple[str, ...], who: str, fix: str) -> None:
-    found = check_size(load_config(RECIPE, [f"model={model}", *settings]))
-    assert found is not None
-    assert not found.ok
-    assert who in found.found
-    assert "of 1.0 GiB" in found.found
-    assert fix in found.fix
+    problem = check_size(load_config(RECIPE, [f"model={model}", *settings]))
+    assert problem is not None
+    assert not problem.ok
+    assert who in problem.found
+    assert "of 1.0 GiB" in problem.found
+    assert fix in problem.fix
 
 
 def test_a_model_of_unknown_size_is_left_to_the_engines() -> None:
@@ -172,10 +172,10 @@ def test_a_model_of_unknown_size_is_left_to_the_engines() -> None:
 )
 def test_a_model_that_megatron_cannot_split_so_is_refused_at_start(model: str, parallel: str, said: str) -> None:
     words = [f"model={model}", "trainer.engine=megatron", "trainer.ranks=16", f"trainer.parallel={parallel}"]
-    found = check_training_engine(load_config(RECIPE, words))
-    assert found is not None
-    assert not found.ok
-    assert said in found.found
+    problem = check_training_engine(load_config(RECIPE, words))
+    assert problem is not None
+    assert not problem.ok
+    assert said in problem.found
 
 
 def test_an_engine_built_for_gpus_is_refused_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +185,10 @@ def test_an_engine_built_for_gpus_is_refused_without_one(tmp_path: Path, monkeyp
     python.chmod(0o755)
     config = load_config(RECIPE, ["rollout.engine=vllm", f"rollout.vllm_python={python}"])
     monkeypatch.setattr("penstock.deploy.preflight.settings.GPU_DEVICES", (str(tmp_path / "nothing"),))
-    found = check_engine(config)
-    assert not found.ok
-    assert "vllm 0.33.0" in found.found
-    assert "scripts/setup-vllm" in found.fix
+    check = check_engine(config)
+    assert not check.ok
+    assert "vllm 0.33.0" in check.found
+    assert "scripts/setup-vllm" in check.fix
     monkeypatch.setattr("penstock.deploy.preflight.settings.GPU_DEVICES", (str(tmp_path),))
     assert check_engine(config).ok
 

@@ -126,9 +126,9 @@ class KilledRun:
         assert_same(weights, reference or weights, "the uninterrupted run's", atol)
         self.check_archive()
         checkpoints = CheckpointStore(self.root / "checkpoints", keep=2)
-        found = checkpoints.newest()
-        assert found is not None
-        assert found.step == STEPS
+        newest = checkpoints.newest()
+        assert newest is not None
+        assert newest.step == STEPS
         assert not list(checkpoints.folder.glob("*.damaged"))
         return weights
 
@@ -137,8 +137,8 @@ class KilledRun:
         archive = Archive(self.root / "archive")
         assert [fault for fault in archive.verify() if "never finished" not in fault] == []
         steps = [json.loads(line) for line in (self.root / "steps.jsonl").read_text().splitlines()]
-        found = archive.index().select(["step", "episode"]).to_pylist()
-        assert [(row["step"], row["episode"]) for row in found] == [
+        archived = archive.index().select(["step", "episode"]).to_pylist()
+        assert [(row["step"], row["episode"]) for row in archived] == [
             (line["step"], episode) for line in steps for episode in line["episodes"]
         ]
 
@@ -221,10 +221,10 @@ class Tally:
 
 
 def assert_same(
-    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], whose: str, atol: float = 0.0
+    tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], whose: str, atol: float = 0.0
 ) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
         assert torch.allclose(tensor, expected[name], rtol=0, atol=atol), f"{name} is not {whose}"
 
 

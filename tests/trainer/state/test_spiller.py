@@ -84,7 +84,7 @@ async def test_a_failure_is_raised_at_the_next_call_and_not_again(make: Callable
 async def test_a_full_disk_ends_the_archive_and_not_the_run(
     make: Callable[..., Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is not archived is not freed in the queue either."""
+    """Payloads that were not archived stay in the queue."""
     spiller, queue, publish = make()
     publish(9)
     await spiller.begin(share(0))

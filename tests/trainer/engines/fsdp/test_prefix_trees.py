@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[list[int]]:
-    """Rows of which each goes on from some place of an earlier one; one may be the beginning of another, or equal."""
+    """Draw rows that share prefixes: each continues a prefix of an earlier row. Equal rows and whole prefixes occur."""
     rows = [draw(st.lists(st.integers(1, 5), min_size=8, max_size=40))]
     for _ in range(draw(st.integers(1, 7))):
         earlier = draw(st.sampled_from(rows))
