@@ -90,6 +90,20 @@ async def test_serve_has_a_step_of_each_side(measure: Measure) -> None:
     assert all(value > 0 for value in measured["figures"].values())
 
 
+@pytest.mark.deep
+@pytest.mark.torch
+@pytest.mark.bwrap
+@redis
+@pytest.mark.timeout(900)
+async def test_archive_has_costs_and_a_replay_that_is_equal(measure: Measure) -> None:
+    pytest.importorskip("torch")
+    short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_STEPS": "2", "PENSTOCK_BENCH_GROUPS": "2"}
+    measured = await measure("archive", **short)
+    assert measured["figures"]["replay_bit_equal"] is True
+    assert {"archive_cpu_over_run", "archive_bytes_over_payload"} <= set(measured["ratio"])
+    assert all(value > 0 for value in measured["ratio"].values())
+
+
 async def test_http_has_a_ratio_for_each_client_and_kind_of_call(measure: Measure) -> None:
     short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_ANSWERS": "4", "PENSTOCK_BENCH_CALLS": "8"}
     measured = await measure("http", **short)
