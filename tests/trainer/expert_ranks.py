@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from penstock.rollout_server import Mixtures
 from penstock.trainer import ModelLimits, Ranks, TrainerConfig, make_row
 from penstock.trainer.batch import Row
 from penstock.trainer.config import adam_settings
@@ -36,22 +37,27 @@ from penstock.transfer_queue import DataCursor, Segment
 
 LENGTHS = (23, 9, 31, 17, 12)
 """Tokens of the rows: fewer than four ranks have two of each."""
-PROMPT, VOCAB = 4, 64
-EXPERTS, PER_TOKEN = 8, 2
+PROMPT, FORK, VOCAB = 4, 20, 64
+PER_TOKEN = 2
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4, "micro_batch_tokens": 48, "max_grad_norm": 0.5}
 
 
 def rows_of(step: int) -> list[list[int]]:
-    """The ids of each row; of the first one they are equal, so that all its tokens take the same experts."""
+    """The ids of each row; of the first one they are equal, so that all its tokens take the same experts. The third
+    continues it from its `FORK`th token, the last one from an earlier one."""
     rng = np.random.default_rng(step)
-    return [[5] * LENGTHS[0], *(rng.integers(1, VOCAB, length).tolist() for length in LENGTHS[1:])]
+    rows = [[5] * LENGTHS[0], *(rng.integers(1, VOCAB, length).tolist() for length in LENGTHS[1:])]
+    rows[2][:FORK], rows[4][:PROMPT] = rows[0][:FORK], rows[0][:PROMPT]
+    return rows
 
 
-def routes_of(ids: list[int], layers: int) -> np.ndarray:
-    """[L, layers, k], other experts for each token and layer; of the first token they are unknown."""
-    rng = np.random.default_rng(len(ids))
-    routes = [[rng.permutation(EXPERTS)[:PER_TOKEN] for _ in range(layers)] for _ in ids]
-    routes[0] = [np.zeros(PER_TOKEN)] * layers
+def routes_of(ids: list[int], mixtures: Mixtures) -> np.ndarray:
+    """[L, layers, k], other experts for each token and layer, the same for rows that begin alike; of the first token
+    they are unknown."""
+    rng = np.random.default_rng(ids[0])
+    layers, per_token = range(mixtures.layers), mixtures.per_token
+    routes = [[rng.permutation(mixtures.experts)[:per_token] for _ in layers] for _ in ids]
+    routes[0] = [np.zeros(per_token) for _ in layers]
     return np.array(routes, np.uint8)
 
 
@@ -75,8 +81,8 @@ def make(ids: list[int]) -> Row:
 def packs_of(step: int, engine: FSDPEngine, ranks: Ranks) -> list[Pack]:
     rows = [make(ids) for ids in rows_of(step)[ranks.data.rank :: ranks.data.world]]
     if (mixtures := engine.limits.mixtures) is not None:
-        rows = [replace(row, experts=routes_of(row.ids.tolist(), mixtures.layers)) for row in rows]
-    return pack_rows(rows, 48, share=False, layout=engine.row_layout)
+        rows = [replace(row, experts=routes_of(row.ids.tolist(), mixtures)) for row in rows]
+    return pack_rows(rows, 48, share=engine.shares_prefixes, layout=engine.row_layout)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -100,7 +106,9 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
         first = newest.step
     else:
         check_names(Path(case["model"]), engine, ranks)
-    scored = [values.tolist() for values in engine.score(packs_of(first, engine, ranks))]
+    packs = packs_of(first, engine, ranks)
+    computed = sum(len(pack.ids) for pack in packs)
+    scored = [values.tolist() for values in engine.score(packs)]
     gradients: dict[str, Tensor] = {}
     norms, exchanged = [], []
     for step in range(first, first + case["steps"]):
@@ -115,7 +123,7 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
     engine.begin_save(store.unfinished(first + case["steps"])).result(timeout=60)
     if engine.adapter_settings is None:
         check_stream(own, engine, ranks, {n: t.contiguous() for n, t in engine.weights(torch.float32)})
-    report = {"scored": scored if ranks.is_replica_leader else [], "exchanged": exchanged[0]}
+    report = {"scored": scored if ranks.is_replica_leader else [], "exchanged": exchanged[0], "computed": computed}
     (own / f"rank_{ranks.rank}.json").write_text(json.dumps(report))
     if ranks.is_rank0:
         store.seal(first + case["steps"], DataCursor(), ranks.world, {})

@@ -2,10 +2,11 @@
 
     rank c has tokens c·L/C … (c + 1)·L/C of the pack, whatever row they are of; positions and bounds go with them
 
-Attention alone looks beyond a rank's tokens. Before it an all-to-all turns "all heads of my tokens" into "all tokens of
-my heads", so that the attention over whole rows runs unchanged, and after it another turns that back (Jacobs et al.
-2023, "DeepSpeed Ulysses", arXiv:2309.14509). What a rank says of its sampled tokens is joined: every rank of the group
-continues with all N values and the same loss, and its backward takes its own tokens' gradients.
+Attention alone looks beyond a rank's tokens, and layers with a state, which read the whole pack on every rank
+(`mixers`). Before attention an all-to-all turns "all heads of my tokens" into "all tokens of my heads", so that the
+attention over whole rows runs unchanged, and after it another turns that back (Jacobs et al. 2023, "DeepSpeed Ulysses",
+arXiv:2309.14509). What a rank says of its sampled tokens is joined: every rank of the group continues with all N values
+and the same loss, and its backward takes its own tokens' gradients.
 """
 
 from __future__ import annotations
@@ -105,6 +106,15 @@ class ContextGroup:
         heads, length, width = x.shape[1], x.shape[2] // self.size, x.shape[3]
         received = Exchange.apply(x.reshape(heads, self.size, length, width).transpose(0, 1), self.group)
         return received.reshape(1, self.size * heads, length, width)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[1, l, H] of this rank's tokens → [1, L, H] of all ranks'. Its backward adds up what all ranks make of
+        them."""
+        return Exchange.apply(x.expand(self.size, -1, -1), self.group).reshape(1, -1, x.shape[2])
+
+    def own(self, x: Tensor) -> Tensor:
+        """[1, L, H] → [1, l, H], this rank's tokens."""
+        return x.chunk(self.size, dim=1)[self.rank]
 
 
 def whole_part(pack: Pack) -> PackPart:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.attention import NoBounds
 from penstock.trainer.engines.fsdp.context import PackPart
-from penstock.trainer.engines.fsdp.mixers import has_kernels, kinds_of_mixers, mix_row_by_row
+from penstock.trainer.engines.fsdp.mixers import has_kernels, kinds_of_mixers, mix_rows
 from penstock.trainer.engines.fsdp.rows import RowPlan, run_rows
 from penstock.trainer.engines.fsdp.vision import Vision
 from penstock.trainer.job import BadJob
@@ -111,8 +111,7 @@ def _packed_plan(model: PreTrainedModel, probe: TrialRows, reference: Tensor) ->
     because, mixers, lengths = "", kinds_of_mixers(model), ", ".join(sorted(lengths_of(model)))
     longer = f", some of them longer than its {lengths}" if lengths else ""
     for row_by_row in ([False] if has_kernels(model) or not mixers else []) + [True] * bool(mixers):
-        if row_by_row:
-            mix_row_by_row(model)
+        mix_rows(model, row_by_row=row_by_row)
         for name in (attention.NAME, "sdpa"):
             plan = RowPlan(RowLayout.PACKED, name, mixers=mixers, row_by_row=row_by_row)
             try:
@@ -197,8 +196,6 @@ def unshared_because(model: PreTrainedModel, plan: RowPlan) -> str:
         return f"rows are not packed: {plan.unpacked_because}"
     if plan.attention != attention.NAME:
         return f"its attention is {plan.attention}"
-    if plan.mixers:
-        return f"{plan.mixers} would have to carry one row's state to several others"
     longest = max(_tried_lengths(model))
     (trunk,), cut = TrialRows.of(model, (longest,)).rows, longest - 3
     branch, twig = trunk[2:4], trunk[1:2]

@@ -21,7 +21,7 @@ from penstock.rollout_server import KEYWORD, Routing
 from penstock.trainer.engines.fsdp import attention
 from penstock.trainer.engines.fsdp.attention import VisibleKeys
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart
-from penstock.trainer.engines.fsdp.mixers import mix_row_by_row
+from penstock.trainer.engines.fsdp.mixers import mix_rows
 from penstock.trainer.engines.fsdp.vision import Vision
 from penstock.trainer.packing import RowLayout
 
@@ -43,8 +43,7 @@ class RowPlan:
     def apply(self, model: PreTrainedModel) -> None:
         """Apply the plan in place, once for a model that `choose_rows` has not seen."""
         model.set_attn_implementation(self.attention)
-        if self.row_by_row:
-            mix_row_by_row(model)
+        mix_rows(model, row_by_row=self.row_by_row)
 
     def __str__(self) -> str:
         if self.layout is RowLayout.PACKED:

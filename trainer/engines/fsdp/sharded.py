@@ -232,14 +232,8 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
 
 
 def _check_context(module: Any, layout: RankLayout) -> None:
-    """Raises `CannotSplitModel` for a model with another attention, or with layers that carry a state (they would see
-    this rank's tokens only), or with too few heads."""
+    """Raises `CannotSplitModel` for a model with another attention, or with too few heads."""
     model = module.model
-    if module.rows.mixers:
-        raise CannotSplitModel(
-            f"{type(model).__name__} has layers that carry a state from token to token ({module.rows.mixers}), "
-            "which does not cross ranks; set trainer.parallel.context to 1"
-        )
     used, heads = model.config._attn_implementation, model.config.get_text_config().num_attention_heads
     if used != attention.NAME:
         raise CannotSplitModel(f"{type(model).__name__} runs with attention {used}; set trainer.parallel.context to 1")

@@ -11,18 +11,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import transformers
-from expert_ranks import LENGTHS, PER_TOKEN, PROMPT, SETTINGS, routes_of, rows_of, trained_tokens
+from expert_ranks import LENGTHS, PER_TOKEN
+from plain_steps import STEPS, assert_close, assert_equal, launch, plain, reports
 from safetensors.torch import load_file
 from tests.tiny_model import SHAPE, save_tiny_model
 from trainer_support import run_ranks
 from transformers import AutoModelForCausalLM
 
-from penstock.rollout_server import KEYWORD, Routers, Routing
 from penstock.trainer.engines.fsdp.experts import experts_of
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel
 
 pytestmark = pytest.mark.torch
-STEPS, HIDDEN = 3, SHAPE["hidden_size"]
+HIDDEN = SHAPE["hidden_size"]
 GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 QWEN = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DELTA = {
@@ -50,70 +50,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 LLAMA4 = {"num_local_experts": 4, "moe_layers": [1], "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64}
-NOISY = ("A_log", "dt_bias")
-"""Parameters of Gated DeltaNet whose gradients are noisy in float32, whatever computes them."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {kind: save_tiny_model(tmp_path_factory.mktemp(kind), kind, **FAMILIES[kind]) for kind in FAMILIES}
-
-
-def launch(folder: Path, ranks: int, cases: dict[str, Any]) -> Path:
-    run_ranks("expert_ranks.py", ranks, folder, json.dumps(cases))
-    return folder
-
-
-def plain(model: str) -> dict[str, Any]:
-    """One rank's forward of each row alone, by transformers' eager attention and experts, in float64."""
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager").eval()
-    policy.set_experts_implementation("eager")
-    layers = Routers(policy).mixtures.layers
-    settings = {"lr": SETTINGS["lr"], "eps": SETTINGS["eps"], "betas": (0.9, 0.95), "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW(policy.parameters(), **settings)
-    scored, gradients, norms = [], {}, []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        summed = 0.0
-        for ids in rows_of(step):
-            row = torch.tensor([ids])
-            routed = Routing(torch.from_numpy(routes_of(ids, layers)).long())
-            logits = policy(input_ids=row, use_cache=False, **{KEYWORD: routed}).logits[0, PROMPT - 1 : -1]
-            logprobs = logits.log_softmax(-1).gather(-1, row[0, PROMPT:, None])[:, 0]
-            (-logprobs.sum() / trained_tokens()).backward()
-            summed += float(logprobs.detach().sum())
-            scored += logprobs.tolist() if step == 0 else []
-        gradients = gradients or {n: p.grad.clone() for n, p in policy.named_parameters() if p.grad is not None}
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), SETTINGS["max_grad_norm"])
-        norms.append([-summed / trained_tokens(), float(norm)])
-        optimizer.step()
-    weights = {name: one.detach() for name, one in policy.named_parameters()}
-    return {"scored": scored, "gradients": gradients, "weights": weights, "norms": norms}
-
-
-def reports(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
-
-
-def assert_equal(expected: dict[str, Any], folder: Path) -> None:
-    """Logprobs and gradients of the first step, losses and norms of each, weights after the last."""
-    scored = [value for report in reports(folder) for pack in report["scored"] for value in pack]
-    assert sorted(scored) == pytest.approx(sorted(expected["scored"]), abs=1e-5)
-    noisy = any(name.endswith(NOISY) for name in expected["weights"])
-    later = 2e-4 if noisy else 1e-5  # after an update that such a gradient went into
-    norms = json.loads((folder / "norms.json").read_text())
-    assert norms == [pytest.approx(one, rel=later) for one in expected["norms"]]
-    assert_close(load_file(folder / "gradients.safetensors"), expected["gradients"], 1e-5)
-    assert_close(load_file(folder / "weights.safetensors"), expected["weights"], later)
-
-
-def assert_close(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
-    """Each tensor to `tolerance` of the largest value of all."""
-    largest = max(float(tensor.abs().max()) for tensor in expected.values())
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        allowed = (10 if name.endswith(NOISY) else 1) * tolerance * largest
-        assert float((found[name] - tensor).abs().max()) <= allowed, name
 
 
 def case(model: str, config: dict[str, Any], steps: int = STEPS, resume: str = "") -> dict[str, Any]:
@@ -127,8 +68,10 @@ def test_two_ranks_share_out_experts_and_give_one_ranks_results(models: dict[str
     for kind in kinds:
         assert_equal(plain(models[kind]), tmp_path / kind)
     # Dispatch and combine of the forward and of the backward, k rows of float32 per token and layer with experts.
-    exchanged = 4 * 2 * PER_TOKEN * HIDDEN * 4 * sum(LENGTHS)
-    assert sum(report["exchanged"] for report in reports(tmp_path / "Qwen3Moe")) == pytest.approx(exchanged, rel=0.05)
+    of_ranks = reports(tmp_path / "Qwen3Moe")
+    exchanged = 4 * 2 * PER_TOKEN * HIDDEN * 4 * sum(report["computed"] for report in of_ranks)
+    assert sum(report["exchanged"] for report in of_ranks) == pytest.approx(exchanged, rel=0.05)
+    assert sum(report["computed"] for report in of_ranks) < sum(LENGTHS), "rows share what they begin with"
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

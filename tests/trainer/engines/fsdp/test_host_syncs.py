@@ -24,7 +24,7 @@ from trainer_support import make_segment, one_pack
 from penstock.trainer import ModelLimits, Pack, Ranks, TrainerConfig, make_row, pack_rows
 from penstock.trainer.engines.fsdp import FSDPEngine, Policy
 from penstock.trainer.engines.fsdp.attention import VisibleKeys, attend_by_kernel
-from penstock.trainer.engines.fsdp.mixers import mix_row_by_row
+from penstock.trainer.engines.fsdp.mixers import mix_rows
 
 pytestmark = pytest.mark.torch
 READS = ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__")
@@ -93,7 +93,7 @@ def _forward_and_backward(policy: Policy) -> None:
 def test_layers_with_a_state_read_no_lengths_either() -> None:
     """Called row by row, by the lengths that attention is given; the kernels' own code is not ours."""
     module = type("BambaMixer", (torch.nn.Module,), {"forward": lambda self, hidden_states: hidden_states.cumsum(1)})()
-    mix_row_by_row(module)
+    mix_rows(module, row_by_row=True)
     pack = one_pack(60, vocab=64)
     seen = VisibleKeys.of(pack.row_bounds, pack.run_lengths)
     with counted() as so_far:

@@ -32,6 +32,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     ),
+    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+    "states": (
+        "Qwen3Next",
+        {
+            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "mlp_only_layers": [0, 1]},
+            **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
 }
 
 
