@@ -23,6 +23,8 @@ from types import CodeType, FrameType
 BEAT_S = 0.05
 LIMIT_S = 0.25
 """A longer step is reported."""
+PLACES_MAX = 8
+"""Places in user code that a worker tells the run of: a long computation is caught at another line each time."""
 BLOCKING = "blocking code at "
 """Begins the cause of a wait that a worker reports for user code; the place follows."""
 LOOP = (asyncio.BaseEventLoop.run_forever.__code__, asyncio.Runner.run.__code__)
@@ -65,7 +67,8 @@ class LoopWatch:
         return longest
 
     def take_new_blocks(self) -> dict[str, float]:
-        """Return the places in user code that have blocked the loop for the first time, with the seconds."""
+        """Return the places in user code that have blocked the loop for the first time, with the seconds; at most the
+        first `PLACES_MAX` in all."""
         return dict(self._new_blocks.popleft() for _ in range(len(self._new_blocks)))
 
     def _beat(self) -> None:
@@ -92,7 +95,7 @@ class LoopWatch:
                 step, since, reported = current, now, False
             elif now - since > self._limit_s and not reported:
                 reported = True
-                if called is not None and place not in self.blocked:
+                if called is not None and place not in self.blocked and len(self.blocked) < PLACES_MAX:
                     self._new_blocks.append((place, now - since))
                 self._report(place, now - since)
 
