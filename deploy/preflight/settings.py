@@ -149,9 +149,16 @@ def check_training_engine(config: RunConfig) -> Check | None:
 
 
 def _check_split(config: RunConfig) -> None:
-    """Check that megatron can split layers, heads, vocabulary and experts so. Raises `BadJob`, a `ValueError`; faults
-    in the model's files are left to `check_model`."""
-    if config.trainer.engine != "megatron" or not Path(config.model).is_dir():
+    """Check that the engine can split the model so: megatron its layers, heads, vocabulary and experts, fsdp its
+    experts. Raises `BadJob`, a `ValueError`; faults in the model's files are left to `check_model`."""
+    trainer = config.trainer
+    if not Path(config.model).is_dir():
+        return
+    if trainer.engine == "fsdp" and trainer.parallel.expert > 1:
+        from penstock.trainer.engines.fsdp import check_experts_of
+
+        check_experts_of(config.model, trainer.parallel.expert)
+    if trainer.engine != "megatron":
         return
     from penstock.trainer.engines.megatron import check_model
 
@@ -159,7 +166,7 @@ def _check_split(config: RunConfig) -> None:
         declared = read_config(Path(config.model))
     except BadModelFiles:
         return
-    check_model(SimpleNamespace(**declared), config.trainer.parallel, config.model)
+    check_model(SimpleNamespace(**declared), trainer.parallel, config.model)
 
 
 PACKED = "rows of a pack do not see each other"

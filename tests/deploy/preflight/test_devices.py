@@ -178,6 +178,28 @@ def test_a_model_that_megatron_cannot_split_so_is_refused_at_start(model: str, p
     assert said in problem.found
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("changes", "ranks", "said"),
+    [
+        ({"model_type": "qwen3"}, 2, "trainer.parallel.expert is 2, and Qwen3ForCausalLM has no layers with experts"),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, 16, "does not divide the 8 experts: set it to 8"),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, 4, ""),
+    ],
+)
+def test_experts_that_the_ranks_cannot_share_are_refused_at_start(
+    model: str, changes: dict[str, object], ranks: int, said: str
+) -> None:
+    file = Path(model) / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_hidden_layers": 2, **changes}))
+    check = check_training_engine(
+        load_config(RECIPE, [f"model={model}", "trainer.ranks=16", f"trainer.parallel.expert={ranks}"])
+    )
+    assert check is not None
+    assert check.ok == (not said)
+    assert said in check.found
+
+
 def test_an_engine_built_for_gpus_is_refused_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = json.dumps({"versions": {"vllm": "0.33.0"}, "plugin": True, "nccl": ""})
     python = tmp_path / "python"

@@ -9,6 +9,7 @@ takes, and its weight, are the router's on the token's own rank, so that replaye
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,10 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.trainer.engines.fsdp.context import Exchange
+from penstock.trainer.engines.fsdp.row_choice import first_sentence
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel
 
+logger = logging.getLogger(__name__)
 DIMENSION = "expert"
 """Last dimension of the device mesh of experts' parameters."""
 
@@ -39,6 +43,18 @@ def split_experts(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
         module.num_experts //= mesh.size()
         module.forward = _ExpertsOverRanks(module, module.forward, mesh.get_group())
     return experts
+
+
+def check_experts_of(model: str, ranks: int) -> None:
+    """Check by a model's ``config.json`` that `ranks` can share its experts. Raises `CannotSplitModel`; a model that
+    cannot be made without weights is left to its trial."""
+    try:
+        with torch.device("meta"):
+            shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    except Exception as error:  # noqa: BLE001 - a model's own code may raise anything
+        logger.info("%s: its experts are not checked: %s", model, first_sentence(error))
+        return
+    experts_of(shell, ranks)
 
 
 def experts_of(model: nn.Module, ranks: int) -> list[Any]:
