@@ -107,7 +107,7 @@ def test_two_hops_are_split_and_shown(tmp_path: Path) -> None:
     assert asked[0].isdisjoint(asked[1])
     lines = (tmp_path / "conversations.jsonl").read_text(encoding="utf-8").splitlines()
     shown = [json.loads(line)["messages"] for line in lines]
-    assert len(shown) == data.CONVERSATIONS
+    assert len(shown) == 3000
     assert {len(one) for one in shown} == {4, 6}
     assert sum(len(one) == 4 for one in shown) / len(shown) == pytest.approx(data.ONE_SEARCH, abs=0.05)
 
