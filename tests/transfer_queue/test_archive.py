@@ -194,6 +194,18 @@ def test_a_file_that_another_process_deletes_meanwhile_is_passed_over(
     assert archive.prune(0) == [1, 2]
 
 
+def test_an_episode_whose_file_another_process_deletes_meanwhile_is_refused(
+    archive: Archive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that a fence is about to stop reads on for a while."""
+    filled(archive, 1, committed=0).read(0, names(0))
+    listing = list(archive.files())
+    path_of(archive, 0).unlink()
+    monkeypatch.setattr(archive, "files", lambda: iter(listing))
+    with pytest.raises(BadPayload, match="another process has deleted it"):
+        archive.read(0, names(0))
+
+
 def test_without_room_committed_batches_are_not_kept(tmp_path: Path) -> None:
     archive = filled(Archive(tmp_path / "archive"), 3, committed=2)
     assert (archive.steps(), indexed(archive)) == ([2], {})

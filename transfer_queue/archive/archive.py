@@ -248,7 +248,7 @@ class Archive:
         for file in sorted((one for one in self.files() if one.whole), key=lambda one: one.path):
             try:
                 tables[file.path.name] = read_batches(file.path, ["step", "episode"])
-            except (BadPayload, FileNotFoundError) as error:
+            except BadPayload as error:
                 faults.append(str(error))
         try:
             rows = self.index().select(["step", "episode", "file", "row"]).to_pylist()
@@ -318,8 +318,6 @@ class Archive:
                 break
             try:
                 episodes = self._table_of_contents(file.path)["episode"].to_pylist()
-            except FileNotFoundError:  # another process has committed and pruned the step meanwhile
-                continue
             except BadPayload as error:
                 damaged.append(str(error))
                 continue
@@ -354,8 +352,11 @@ class Archive:
 
 def read_batches(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """The table in a file of batches, whole or some columns of it. Raises `BadPayload` naming the file and what is
-    wrong, `FileNotFoundError`."""
-    match, data = _NAME.fullmatch(path.name), path.read_bytes()
+    wrong; also for one that another process has committed and pruned meanwhile."""
+    try:
+        match, data = _NAME.fullmatch(path.name), path.read_bytes()
+    except FileNotFoundError as error:
+        raise BadPayload(f"{path.name}: another process has deleted it") from error
     if match is None or sha256(data).hexdigest()[:32] != match[3]:
         raise BadPayload(f"{path.name}: its bytes are not those of its name; the file is torn or was changed")
     return _parsed(path, data, columns)
