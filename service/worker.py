@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 IDLE_S = 0.02
 """Between two looks into an empty log."""
 READ_AHEAD = 4
-"""Requests whose order is fixed: one key's first waits for so many of the others."""
+"""Requests that are ordered ahead of time: the first one of a key waits for at most so many of other keys."""
 SWEEP_S = 60.0
 """Between two looks for what is over."""
 FINISHED_S, SILENT_S = 60.0, 24 * 3600.0

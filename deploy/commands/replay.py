@@ -115,8 +115,9 @@ def _job_of(config: RunConfig, folder: Path) -> TrainJob:
     from penstock.deploy.run.roles import context_of, train_job
     from penstock.transfer_queue import TransferQueue
 
-    nobody = RunConnection("", config.name, None, "a replay publishes nothing")
-    return train_job(context_of(nobody, cast(TransferQueue, None), config), config, folder)
+    # A replay reads the archive in place of a queue, and publishes nothing.
+    no_queue = RunConnection("", config.name, None, "a replay has no token")
+    return train_job(context_of(no_queue, cast(TransferQueue, None), config), config, folder)
 
 
 def in_words(result: dict[str, Any]) -> str:

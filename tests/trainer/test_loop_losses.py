@@ -68,11 +68,11 @@ async def test_a_step_goes_on_without_lost_payloads(tmp_path: Path, tiny_model: 
     await train(job)
     trained = {episode for line in lines(job, "steps.jsonl") for episode in line["episodes"]}
     status = await job.run.queue.status()
-    left = 1 if lost == 1 else 4
-    assert (status.version, status.episodes["payload_lost"], status.groups["payload_lost"]) == (6, left, lost // 3)
-    assert len(trained) == 6 * 8 - left
+    skipped = 1 if lost == 1 else 4
+    assert (status.version, status.episodes["payload_lost"], status.groups["payload_lost"]) == (6, skipped, lost // 3)
+    assert len(trained) == 6 * 8 - skipped
     assert not trained & set(job.run.queue.lost)
-    assert status.episodes["completed"] == status.episodes["committed"] + len(await job.run.queue.held()) + left
+    assert status.episodes["completed"] == status.episodes["committed"] + len(await job.run.queue.held()) + skipped
 
 
 async def test_lost_payloads_end_a_strict_run(tmp_path: Path, tiny_model: str) -> None:
@@ -127,10 +127,10 @@ def foreign_tokens(bad: Callable[[str], bool]) -> Callable[[str, int, int], Traj
     """Episodes for which `bad` is true have a token that the trainer's model does not know."""
 
     def produce(task_id: str, member: int, version: int) -> Trajectory:
-        made = make_trajectory(task_id, member, version)
-        if not bad(made.episode_id):
-            return made
-        return replace(made, segments=[replace(made.segments[0], prompt_ids=np.full(3, 64, np.int32))])
+        trajectory = make_trajectory(task_id, member, version)
+        if not bad(trajectory.episode_id):
+            return trajectory
+        return replace(trajectory, segments=[replace(trajectory.segments[0], prompt_ids=np.full(3, 64, np.int32))])
 
     return produce
 
@@ -174,9 +174,9 @@ async def test_after_catching_up_the_weights_are_announced_anew(
     await crash(job, "before", "lease_batch", 4)
     assert "behind the checkpoint: it lost its latest entries and is brought forward to version 4" in caplog.text
     assert "the weights of version 4 were gone; written again" in caplog.text
-    found = await job.run.queue.latest_version()
-    assert (found.version, job.run.queue.committed) == (4, 4)
-    read_verified(Manifest.parse(found.manifest))
+    latest = await job.run.queue.latest_version()
+    assert (latest.version, job.run.queue.committed) == (4, 4)
+    read_verified(Manifest.parse(latest.manifest))
 
 
 async def test_a_queue_further_behind_than_the_checkpoint_remembers_is_refused(

@@ -15,7 +15,9 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file
 from trainer_support import crash, final_weights, make_job
 
+from penstock.common import iter_jsonl
 from penstock.trainer import BadJob, ReplayJob, TooFarOffPolicy, TrainJob, replay_steps, train
+from penstock.trainer.replay import clip_share
 from penstock.transfer_queue import Archive, BadPayload
 
 pytestmark = pytest.mark.torch
@@ -55,8 +57,9 @@ async def test_unchanged_it_gives_the_weights_of_the_run_across_a_kill(
 async def test_with_another_loss_it_says_how_far_off_policy_it_is(killed_run: TrainJob, tmp_path: Path) -> None:
     result = await replay_steps(again(killed_run, tmp_path / "again", 0, 6, loss="gspo"))
     assert (result["changed"], result["steps_equal"], result["weights_equal"]) == (True, 0, None)
-    assert 0.1 < result["effective_sample_share_min"] <= 1.0
-    assert result["clip_share_max"] >= 0.0
+    steps = list(iter_jsonl(tmp_path / "again" / "metrics.jsonl"))
+    assert 0.0 < result["effective_sample_share_min"] == min(step["effective_sample_share"] for step in steps) < 1.0
+    assert 0.0 <= result["clip_share_max"] == max(map(clip_share, steps)) < 1.0
     weights = load_file(tmp_path / "again" / "final_model" / "model.safetensors")
     assert not all(torch.equal(weights[name], tensor) for name, tensor in final_weights(killed_run).items())
 
@@ -67,7 +70,7 @@ async def test_what_departs_too_far_from_its_batches_ends(killed_run: TrainJob, 
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "changes", "error", "said"),
+    ("first", "last", "changes", "error", "message"),
     [
         (3, 6, {}, BadJob, "--from 3: no checkpoint is after that step; there are 0, 4, 6"),
         (4, 4, {}, BadJob, "there is no step between them"),
@@ -84,9 +87,9 @@ async def test_what_cannot_be_replayed_is_refused_by_name(
     last: int,
     changes: dict[str, Any],
     error: type[Exception],
-    said: str,
+    message: str,
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         await replay_steps(again(killed_run, tmp_path / "again", first, last, **changes))
 
 

@@ -124,7 +124,7 @@ class RequestLog:
 
     async def trim(self, position: int) -> None:
         """Drop the bodies before `position`: what they changed is durable, and they are never run again."""
-        # A late repetition still finds so many requests of a model, beyond those in the log.
+        # The last 1,000 requests of each model stay known after they leave the log: a late repetition finds its result.
         await self._script("trim_requests", position, round(RETENTION_S * 1000), 1000)
 
     # records -------------------------------------------------------------------------------------------------------

@@ -46,8 +46,6 @@ from penstock.sandbox import SandboxConfig
 from penstock.transfer_queue import RedisServer
 
 pytestmark = [pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch]
-HTTP = "rollout.weight_transport=http"
-SEARCH = "tools=[{name: search, settings: {url: 'http://127.0.0.1:9/retrieve'}}]"
 
 
 # models -------------------------------------------------------------------------------------------------------------
@@ -134,14 +132,18 @@ def test_model_that_no_machine_holds(tmp_path: Path) -> None:
 # the machine --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("overrides", "key"),
-    [([], "rollout.port"), (["dashboard.enabled=true"], "dashboard.port"), ([HTTP], "rollout.weights_port")],
+    [
+        ([], "rollout.port"),
+        (["dashboard.enabled=true"], "dashboard.port"),
+        (["rollout.weight_transport=http"], "rollout.weights_port"),
+    ],
 )
 def test_port_of_another_process(overrides: list[str], key: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        found = failed(check_ports, *overrides, f"{key}={port}")[key]
-    assert str(port) in found.found
-    assert f"{key}=0" in found.fix
+        check = failed(check_ports, *overrides, f"{key}={port}")[key]
+    assert str(port) in check.found
+    assert f"{key}=0" in check.fix
 
 
 def test_full_disk(tmp_path: Path) -> None:
@@ -281,6 +283,6 @@ async def test_search_server_with_another_token(tmp_path: Path, monkeypatch: pyt
 
 
 def test_boxes_that_contain_nothing() -> None:
-    found = failed(check_containment, "sandbox.backend=unsafe_subprocess")
-    assert set(found) == {f"containment: {attack}" for attack in ("network", "processes", "host files")}
-    assert all("sandbox.backend=bwrap" in check.fix for check in found.values())
+    checks = failed(check_containment, "sandbox.backend=unsafe_subprocess")
+    assert set(checks) == {f"containment: {attack}" for attack in ("network", "processes", "host files")}
+    assert all("sandbox.backend=bwrap" in check.fix for check in checks.values())
