@@ -147,6 +147,7 @@ class Trainer:
         try:
             return await self._queue.read(_episodes(batch))
         except BadPayload:
+            await self._queue.lease_batch(batch.step)  # fences a life whose step the next one has committed and pruned
             if not self._plan.loses_payloads:
                 raise
             return None
