@@ -18,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from queue_samples import COMPLETED, images_of, same, segment, trajectories
 
 from penstock.common import fsync_path
-from penstock.transfer_queue import Archive, BadPayload, Trajectory
+from penstock.transfer_queue import Archive, BadPayload, Trajectory, encode_trajectory
 from penstock.transfer_queue.archive import archive as module
 
 GROUPS = [["train/0#0", "train/0#1"], ["train/1#0"]]
@@ -127,6 +128,26 @@ def test_pyarrow_alone_reads_it(archive: Archive) -> None:
     found = table.slice(rows[4]["row"], 1).to_pylist()[0]
     assert (found["episode"], found["segments"][0]["response_ids"]) == (rows[4]["episode"], [0, 1, 2])
     assert found["segments"][0]["version_spans"][0] == {"version": 1, "start": 0, "end": 1}
+
+
+def test_a_step_of_short_episodes_takes_little_more_than_its_compressed_payloads(archive: Archive) -> None:
+    """64 episodes of 12 sampled tokens, beside which the names and types of the columns must be few bytes."""
+    chance = np.random.default_rng(0)
+    metrics = [f"{kind}/{name}" for kind in ("calls", "tool", "mismatch") for name in ("count", "errors", "latency_s")]
+    groups, sent = [[f"train/0000/0000000{group}#{member}" for member in range(8)] for group in range(8)], []
+    for episode in (name for group in groups for name in group):
+        short = replace(
+            segment([0] * 12),
+            response_ids=chance.integers(0, 500, 12, np.int32),
+            response_logprobs=-chance.random(12, np.float32),
+        )
+        measured = {name: float(chance.integers(0, 3)) for name in metrics} | {"latency_s": chance.random()}
+        sent.append(one(episode, segments=[short], metrics=measured, extra={"worker": "agent-1", "tool_results": []}))
+    archive.append(0, sent)
+    archive.commit(1, {0: groups})
+    payload = len(pa.Codec("zstd").compress(b"".join(map(encode_trajectory, sent)), asbytes=True))
+    stored = sum(path.stat().st_size for path in (archive.folder / "batches").iterdir())
+    assert stored <= 1.2 * payload
 
 
 def test_steps_that_are_trained_again_stand_in_the_index_as_the_weights_saw_them(archive: Archive) -> None:

@@ -35,7 +35,7 @@ from penstock.transfer_queue.types import Trajectory
 
 FORMAT = "1"
 FORMAT_KEY = b"penstock.archive"
-"""Key in the metadata of every file's schema."""
+"""Key in the metadata of every file."""
 INDEX = pa.schema(
     {
         "run": pa.string(),
@@ -45,8 +45,7 @@ INDEX = pa.schema(
         **{name: kind for name, kind in VALUES.items() if name != "step"},
         "file": pa.string(),
         "row": pa.int32(),
-    },
-    {FORMAT_KEY: FORMAT.encode()},
+    }
 )
 """`group` and `member`: place in the step's batch. `row` in `file` below batches/."""
 SEGMENT_ROWS = 4096
@@ -369,7 +368,7 @@ def _parsed(path: Path, data: bytes, columns: Sequence[str] | None = None) -> pa
         table = file.read(columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise BadPayload(f"{path.name}: no whole Parquet file: {error}") from error
-    version = (table.schema.metadata or {}).get(FORMAT_KEY, b"none").decode()
+    version = (file.metadata.metadata or {}).get(FORMAT_KEY, b"none").decode()
     if version != FORMAT:
         raise BadPayload(f"{path.name}: archive format {version} is unknown; this build reads format {FORMAT}")
     return table
@@ -377,11 +376,16 @@ def _parsed(path: Path, data: bytes, columns: Sequence[str] | None = None) -> pa
 
 def _packed(table: pa.Table) -> bytes:
     """The bytes of a Parquet file."""
-    sink = pa.BufferOutputStream()
-    marked = table.replace_schema_metadata({FORMAT_KEY: FORMAT})
-    # In files of some kB, dictionaries and statistics take more than they spare.
-    small = {"use_dictionary": False, "write_statistics": False}
-    pq.write_table(marked, sink, compression="zstd", write_page_checksum=True, **small)
+    sink, plain = pa.BufferOutputStream(), table.replace_schema_metadata()
+    # In files of some kB, dictionaries, statistics and Arrow's own schema take more than they spare. Without that
+    # schema a column has at most 2^31 values. Bytes of logprobs compress by their place in the number.
+    small = {"use_dictionary": False, "write_statistics": False, "store_schema": plain.nbytes > 1 << 20}
+    split = {"use_byte_stream_split": ["segments.list.element.response_logprobs.list.element"]}
+    with pq.ParquetWriter(
+        sink, plain.schema, compression="zstd", compression_level=3, write_page_checksum=True, **small, **split
+    ) as writer:
+        writer.write_table(plain)
+        writer.add_key_value_metadata({FORMAT_KEY: FORMAT})
     return sink.getvalue().to_pybytes()
 
 
