@@ -104,7 +104,7 @@ def _add_numbers(router: APIRouter, folders: RunFolders, pulse: Pulse) -> None:
 
     @router.get("/{run}/end")
     def end(run: str) -> dict[str, Any]:
-        """Why a run ended, and its summary.json; empty of one that has not."""
+        """Returns why a run ended, if it failed, and its summary.json; empty values for one that has not ended."""
         return dict(plain(folders.run(run).end()))
 
     @router.get("/{run}/metrics")

@@ -71,8 +71,9 @@ class RunFiles:
         return max(0.0, time.time() - file.stat().st_mtime) if file.exists() else 0.0
 
     def end(self) -> dict[str, Any]:
-        """Return ``ended`` (the reason in words; None if unknown) and the run's ``summary``."""
-        return {"ended": self.json_of("ended.json").get("why"), "summary": self.json_of("summary.json")}
+        """Return ``ended`` (the reason in words; None if unknown), ``failed`` and the run's ``summary``."""
+        end = self.json_of("ended.json")
+        return {"ended": end.get("why"), "failed": end.get("failed") is True, "summary": self.json_of("summary.json")}
 
     def json_of(self, name: str) -> dict[str, Any]:
         """The object in a file of the run; empty if there is none, or if it is being written."""

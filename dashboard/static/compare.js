@@ -1,4 +1,4 @@
-// Several runs in the same axes, and in what their recipes differ.
+// Several runs on the same axes, and the differences between their recipes.
 
 import { get, of } from "./api.js";
 import { lineChart } from "./chart.js";
@@ -7,7 +7,8 @@ import { h, number, table, visible } from "./dom.js";
 
 const MOST = 8;
 
-/** Rows [key, value of each run] of the keys that are not the same everywhere. */
+/** Rows [key, value of each run] of the keys whose values differ. */
+
 export function differences(configs) {
   const keys = [...new Set(configs.flatMap(Object.keys))].sort();
   const text = (config, key) => (key in config ? JSON.stringify(config[key]) : "–");
@@ -36,7 +37,7 @@ export async function compare(root, { run, params, go }) {
       ` ${visible(name)} `,
       h("small", {}, `${number(steps)} steps, reward ${number(reward)}`),
     );
-  const box = h("fieldset", { class: "runs" }, h("legend", {}, `runs beside ${visible(run)} (at most ${MOST})`));
+  const box = h("fieldset", { class: "runs" }, h("legend", {}, `compare ${visible(run)} with (at most ${MOST - 1})`));
   function change() {
     const chosen = [...box.querySelectorAll("input:checked:not(:disabled)")].map((one) => one.value);
     go("compare", { with: chosen.join(",") });
@@ -63,9 +64,9 @@ export async function compare(root, { run, params, go }) {
     h("h2", {}, "Compare runs"),
     box,
     h("div", { class: "charts" }, CHARTS.map(chart)),
-    h("h2", {}, "What their recipes say differently"),
+    h("h2", {}, "Differences between the recipes"),
     names.length > 1
       ? table(["key", ...names], apart, { id: "differences" })
-      : h("p", { class: "quiet" }, "choose a run above"),
+      : h("p", { class: "quiet" }, "Choose a run above."),
   );
 }

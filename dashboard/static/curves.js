@@ -2,7 +2,7 @@
 
 import { get, of } from "./api.js";
 import { lineChart, stackedAreas } from "./chart.js";
-import { h, percent } from "./dom.js";
+import { h, percent, plural } from "./dom.js";
 
 const EVERY_MS = 3000;
 /** Title, names of columns, settings of the chart. */
@@ -32,12 +32,13 @@ export const CHARTS_BY_SOURCE = [
   ["curriculum: rows to learn from, by data source", "curriculum/", "/learnable"],
 ];
 
-/** Those of the wanted columns that there are. */
+/** Returns the wanted columns that the run has. */
 export function columns(wanted, names) {
   return wanted.filter((name) => names.includes(name));
 }
 
-/** Charts by data source: of rewards only where there are several, which the chart of all would repeat. */
+/** Charts by data source. Rewards need several sources: one would repeat the chart of all rewards. */
+
 export function bySource(names) {
   return CHARTS_BY_SOURCE.map(([title, prefix, suffix, options]) => [
     title,
@@ -88,9 +89,9 @@ export async function curves(root, { run, repeat, params, go }) {
       );
     const drawn = charts.map(draw);
     const bars = stackedAreas(
-      "staleness of trained tokens, versions",
+      "staleness of trained tokens",
       old.steps,
-      old.ages.map((age) => `${age} old`),
+      old.ages.map((age) => (age ? `${plural(age, "version")} old` : "current")),
       old.shares,
     );
     drawn.splice(charts.findIndex(([title]) => title.startsWith("staleness")) + 1, 0, bars);

@@ -26,7 +26,8 @@ export function svg(tag, attributes = {}, ...children) {
 const HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
 
-/** Text with what would hide, reorder or colour it made visible: ANSI escapes, bidi controls, blanks without width. */
+/** Text in which ANSI escapes, bidi controls and blanks without width are shown as signs. */
+
 export function visible(text) {
   return String(text).replace(HIDDEN, (character) => {
     const code = character.codePointAt(0);
@@ -42,7 +43,7 @@ export function number(value, digits = 3) {
   if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size >= 1e6 || size < 1e-3) return value.toExponential(Math.max(0, digits - 1));
-  if (size >= 1e4) return Math.round(value).toLocaleString("en");
+  if (size >= 1e3) return Math.round(value).toLocaleString("en");
   return String(Number(value.toPrecision(Math.max(digits, Math.ceil(Math.log10(size))))));
 }
 

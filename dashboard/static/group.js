@@ -1,4 +1,4 @@
-// The episodes of one task beside each other.
+// The episodes of one task, side by side.
 
 import { address } from "./address.js";
 import { get, of } from "./api.js";
@@ -58,5 +58,6 @@ export async function group(root, { run, params, go, keys }) {
       ),
     ),
   );
-  keys({ Escape: () => go("trajectories", { task, step }) });
+  keys({ Escape: () => go("trajectories", { task, step: Number(step) + 1 }) });
+
 }

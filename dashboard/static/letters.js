@@ -1,4 +1,4 @@
-// Episodes that were given up, why, and a new life for their group.
+// Episodes that failed for good, with their causes and histories; their groups can be queued again.
 
 import { get, of, post, Refused } from "./api.js";
 import { h, number, visible } from "./dom.js";
@@ -41,7 +41,7 @@ export async function letters(root, { run, session, keys }) {
     const whole = await get(of(run, "dead-letter"), { episode: letter.episode });
     box.replaceChildren(
       ...whole.journal.map(event),
-      whole.journal.length ? "" : h("p", { class: "quiet" }, "no journal is kept of it"),
+      whole.journal.length ? "" : h("p", { class: "quiet" }, "Its journal is no longer stored."),
     );
   };
   const item = (letter) => {
@@ -51,7 +51,7 @@ export async function letters(root, { run, session, keys }) {
       {
         type: "button",
         disabled: !may,
-        title: may ? "queue its whole group again" : "this token may look, not change",
+        title: may ? "queue its whole group again" : "this token may only read",
         onclick: (e) => {
           e.preventDefault();
           requeue(letter.episode, button);
@@ -84,7 +84,7 @@ export async function letters(root, { run, session, keys }) {
   async function load(quiet = false) {
     const { alive } = await get(of(run, "live"));
     if (!alive) {
-      state.textContent = "Dead letters are kept in the queue of a running run; this run is not running.";
+      state.textContent = "Dead letters are in the queue, which answers only while the run is running.";
       return;
     }
     try {
@@ -109,7 +109,8 @@ export async function letters(root, { run, session, keys }) {
           ? [turn(-PAGE, "older", start > 0), turn(PAGE, "newer", found.length === PAGE)]
           : []),
       );
-      if (!quiet) state.textContent = found.length ? "" : "None: no episode was given up.";
+      if (!quiet) state.textContent = found.length ? "" : "None: no episode failed for good."
+;
     } catch (error) {
       if (!(error instanceof Refused) || error.status === 401) throw error;
       state.textContent = error.message;

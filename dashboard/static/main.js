@@ -23,21 +23,25 @@ const KEYS = [
   ["m, l, v", "colour tokens by mask, logprob, version"],
   ["r", "rendered, raw, record"],
   ["Esc", "back"],
-  ["?", "these keys"],
+  ["?", "list of keys"],
 ];
+const NO_RUNS =
+  "This folder has no runs. `penstock run recipes/calculator.yaml` starts one; it appears here as soon as its folder exists.";
+const EMPTY_MS = 2000;
 const at = (id) => document.getElementById(id);
 
 let leave = new AbortController();
 let keys = {};
 let session = { scope: "read" };
 
-/** Tell what went wrong; nothing takes it away. */
+/** Show an error on top of the page until the next success. */
 function trouble(message) {
   at("trouble").textContent = message ?? "";
   at("trouble").hidden = !message;
 }
 
-/** Run `work` now and every so often while the view is shown. The next waits for the one before. */
+/** Run `work` now and every `every_ms` while the view is shown, one call at a time. */
+
 async function repeat(signal, work, every_ms) {
   while (!signal.aborted) {
     try {
@@ -64,7 +68,10 @@ async function show() {
   at("main").replaceChildren(root);
   document.title = `${TITLES[view] ?? view} · ${run || "Penstock"}`;
   tabs(run, view);
-  if (!run) return;
+  if (!run) {
+    root.append(h("h2", {}, "No runs yet"), h("p", { id: "no-runs" }, NO_RUNS));
+    return repeat(signal, runs, EMPTY_MS);
+  }
   const context = {
     run,
     params,
@@ -83,11 +90,11 @@ async function show() {
 
 function tabs(run, view) {
   const shown = { trajectory: "trajectories", group: "trajectories" }[view] ?? view;
-  at("nav").replaceChildren(
-    ...TABS.map((name) =>
-      h("a", { href: address(run, name), "aria-current": name === shown && "page" }, TITLES[name] ?? name),
-    ),
+  const links = TABS.map((name) =>
+    h("a", { href: address(run, name), "aria-current": name === shown && "page" }, TITLES[name] ?? name),
   );
+  at("nav").replaceChildren(...(run ? links : []));
+  at("run").parentElement.hidden = !run;
 }
 
 async function runs() {
@@ -99,7 +106,6 @@ async function runs() {
   }
   if (run) at("run").value = run;
   else if (found.length) location.hash = address(found[0].name, "overview");
-  else trouble("there are no runs in this folder yet");
 }
 
 async function start() {

@@ -1,4 +1,4 @@
-// How the run is: one sentence, the plots that people look at first, the pipeline while it lives, the newest episodes.
+// The state of the run in one sentence, the main plots, the pipeline of a running run, the newest episodes.
 
 import { address } from "./address.js";
 import { get, of } from "./api.js";
@@ -50,7 +50,7 @@ const SAID = {
 function waits(samples) {
   const found = waiting(samples);
   if (!found.length)
-    return h("p", { class: "quiet" }, samples.length > 1 ? "Nobody has waited." : "Watching for a few seconds …");
+    return h("p", { class: "quiet" }, samples.length > 1 ? "No part has waited." : "Measuring for a few seconds …");
   const lines = found.map(({ role, cause, share, total }) =>
     h(
       "li",
@@ -150,11 +150,11 @@ function swaps({ updates }) {
     seconds(swap.load_s),
     number(swap.in_flight),
   ]);
-  return table(["server", "version", "pause", "fetch", "load", "requests that went on"], rows);
+  return table(["server", "version", "pause", "fetch", "load", "requests continued"], rows);
 }
 
-/** The sentence on top: how the run is, from its queue while it lives, from its folder when it has ended. */
-function sentence(now, { ended, summary }, { steps, series }) {
+/** [class, sentence] on the state of the run: from its queue while it runs, then from its folder. */
+function sentence(now, { ended, failed, summary }, { steps, series }) {
   const done = steps.length ? steps.at(-1) + 1 : 0;
   const reward = series.reward?.findLast((value) => typeof value === "number");
   const learned = reward === undefined ? "" : `, reward ${number(reward)}`;
@@ -169,8 +169,9 @@ function sentence(now, { ended, summary }, { steps, series }) {
     typeof summary.reward_first === "number" && typeof summary.reward_last === "number"
       ? `, reward ${number(summary.reward_first)} → ${number(summary.reward_last)}`
       : learned;
-  if (ended) return [/^all \d+ steps|are done$/.test(ended) ? "good" : "bad", `Ended: ${visible(ended)}${gained}.`];
-  return ["warn", `Not running: ${visible(now.cause)}. Step ${number(done)} was the last one${learned}.`];
+  if (ended) return failed ? ["bad", `Failed: ${visible(ended)}${gained}.`] : ["good", `Ended: ${visible(ended)}${gained}.`];
+  const last = done ? `The last step was ${number(done)}${learned}.` : "No step was trained.";
+  return ["warn", `Not running: ${visible(now.cause)}. ${last}`];
 }
 
 const SUMMARY = {
@@ -199,7 +200,7 @@ function deciles(name) {
   return Object.fromEntries(Object.entries(labels).map(([number, label]) => [`${name}/${number}`, label]));
 }
 
-/** Title, columns and what they are called, settings: what people look at first. `outcome/*`: every outcome. */
+/** Plots of the overview: title, labels of columns, settings. `outcome/*` stands for every outcome. */
 const PLOTS = [
   ["reward", { reward: "training", "eval/reward": "evaluation" }],
   ["tokens per second", { sampled_per_s: "sampled", tokens_per_s: "trained, prompts included" }],
@@ -208,13 +209,13 @@ const PLOTS = [
   ["episodes by outcome", { "outcome/*": "", attempts_failed: "failed attempts" }],
   ["tool calls per episode", { "episode/tool_calls": "calls", "episode/tool_errors": "errors" }],
   ["tokens per episode", { response_length_mean: "response", sampled_length_mean: "sampled by the model" }],
-  ["lengths by decile of all episodes, tokens", deciles("length_decile")],
-  ["share lost for their age, by decile of length", deciles("over_age_share"), { low: 0, format: percent }],
+  ["episode lengths by decile, tokens", deciles("length_decile")],
+  ["episodes lost for their age, by decile of length", deciles("over_age_share"), { low: 0, format: percent }],
   ["KL divergence", { kl_k3: "to the sampling policy", kl_proximal: "to the proximal policy", kl_reference: "to the reference" }],
-  ["share of tokens", { clip_fraction_high: "clipped above", clip_fraction_low: "clipped below", tokens_rejected_share: "rejected" }],
+  ["share of tokens clipped or rejected", { clip_fraction_high: "clipped above", clip_fraction_low: "clipped below", tokens_rejected_share: "rejected" }],
 ];
 
-/** [column, what it is called] of those that there are. */
+/** [column, label] of the wanted columns that the run has. */
 function matching(names, wanted) {
   return Object.entries(wanted).flatMap(([name, label]) =>
     name.endsWith("*")
@@ -241,7 +242,7 @@ function withSampled(names, told) {
   return [...names, "sampled_per_s"];
 }
 
-async function newest(run) {
+async function newest(run, alive) {
   const { rows } = await get(of(run, "trajectories"), { offset: 0, limit: 8 });
   const cells = rows.map((row) => [
     number(row.step + 1),
@@ -251,7 +252,7 @@ async function newest(run) {
     number(row.tokens),
     h("a", { href: address(run, "trajectory", { episode: row.episode, step: row.step }) }, visible(row.episode)),
   ]);
-  if (!rows.length) return h("p", { class: "quiet" }, "No trajectory is recorded yet.");
+  if (!rows.length) return h("p", { class: "quiet" }, alive ? "No trajectory is recorded yet." : "No trajectory was recorded.");
   return table(["step", "reward", "outcome", "turns", "tokens", "episode"], cells, { id: "newest" });
 }
 
@@ -293,7 +294,8 @@ export async function overview(root, { run, repeat }) {
     state.className = kind;
     state.textContent = text;
     grid.replaceChildren(...plots(withSampled(names, series), series));
-    episodes.replaceChildren(await newest(run));
+    episodes.replaceChildren(await newest(run, now.alive));
+
     if (now.alive || end.ended) seen = rows;
   };
   repeat(sums, 2000);

@@ -1,4 +1,4 @@
-// Runs of tokens as coloured text. What is under the pointer is told in words.
+// Runs of tokens as coloured text, and words for the token under the pointer.
 
 import { h, number, visible } from "./dom.js";
 
@@ -22,7 +22,8 @@ function colour(run, i, version, mode, oldest) {
   return "said";
 }
 
-/** One run. Without recorded pieces its text is one stretch, and logprobs are a row of bars behind it. */
+/** One run. Without the texts of its tokens it has one colour, and logprobs are bars behind it. */
+
 export function drawRun(run, mode, oldest) {
   const held = versions(run);
   if (!run.pieces.length) {

@@ -1,4 +1,5 @@
-// Every recorded trajectory of a run: searched, ordered, and as many as there are.
+// The list of a run's recorded trajectories: filters, order, and rows of any number.
+
 
 import { get, of } from "./api.js";
 import { h, number, plural, seconds, visible } from "./dom.js";
@@ -18,8 +19,11 @@ const ORDERS = {
 };
 const FILTERS = ["text", "outcome", "reward_min", "reward_max", "step", "task", "source", "order", "descending"];
 
-/** Addresses of the rows around one, for `next` and `previous` in a trajectory. */
+/** Filters and place of the opened row, for `next` and `previous` in a trajectory. */
 export const shown = { run: "", list: [], filters: {} };
+
+/** Filters as the server takes them: its steps count from 0, those on the page from 1. */
+export const query = (filters) => ({ ...filters, step: filters.step ? filters.step - 1 : "" });
 
 function cells(row) {
   const versions =
@@ -72,7 +76,7 @@ function form(params, changed) {
     ),
     field("reward_min", { type: "number", step: "any", placeholder: "reward ≥", "aria-label": "reward at least" }),
     field("reward_max", { type: "number", step: "any", placeholder: "reward ≤", "aria-label": "reward at most" }),
-    field("step", { type: "number", min: 0, placeholder: "step", "aria-label": "step" }),
+    field("step", { type: "number", min: 1, placeholder: "step", "aria-label": "step" }),
     select("order", Object.entries(ORDERS), params.get("order") ?? "step"),
     select(
       "descending",
@@ -97,13 +101,13 @@ export async function trajectories(root, { run, params, go, keys, repeat, signal
         rows.reset();
       },
     },
-    "show what is new",
+    "show new ones",
   );
   let generation = 0,
     pending = 0;
   let filters = Object.fromEntries(FILTERS.map((name) => [name, params.get(name) ?? ""]));
   const load = async (offset, limit) => {
-    const told = await get(of(run, "trajectories"), { ...filters, offset, limit });
+    const told = await get(of(run, "trajectories"), { ...query(filters), offset, limit });
     [generation, pending] = [told.generation, told.pending];
     const of_all = told.trained ? ` kept of ${number(told.trained)} trained episodes (trainer.save_trajectories)` : "";
     state.textContent = `${number(told.total)} ${told.total === 1 ? "trajectory" : "trajectories"}${of_all}${pending ? `; reading ${number(pending)} more step files …` : ""}`;
@@ -144,7 +148,7 @@ export async function trajectories(root, { run, params, go, keys, repeat, signal
   let first = true;
   await repeat(async () => {
     if (first) return void (first = false);
-    const told = await get(of(run, "trajectories"), { ...filters, offset: 0, limit: 0 });
+    const told = await get(of(run, "trajectories"), { ...query(filters), offset: 0, limit: 0 });
     if (told.generation === generation) return;
     if (rows.box.scrollTop === 0 && rows.chosen < 0) await rows.reset({ keep: true });
     else more.hidden = false;

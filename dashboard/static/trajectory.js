@@ -4,7 +4,7 @@ import { address } from "./address.js";
 import { bitmap, get, of } from "./api.js";
 import { h, number, seconds, svg, table, visible } from "./dom.js";
 import { about, MODES } from "./tokens.js";
-import { shown } from "./trajectories.js";
+import { query, shown } from "./trajectories.js";
 import { drawTurns, FORMS, kept } from "./turns.js";
 
 function timing(spans) {
@@ -35,7 +35,7 @@ function timing(spans) {
     "figure",
     { class: "timing" },
     svg("svg", { viewBox: "0 0 600 48", preserveAspectRatio: "none", role: "img", "aria-label": "timing" }, bars),
-    h("p", { class: "readout" }, sums, h("span", { class: "entry" }, `in all ${seconds(end)}`)),
+    h("p", { class: "readout" }, sums, h("span", { class: "entry" }, `total ${seconds(end)}`)),
   );
 }
 
@@ -61,7 +61,7 @@ function facts(record, step) {
   );
 }
 
-/** Drawn when its bytes are there; its place says so where they are not. */
+/** A canvas that is drawn when the image's bytes arrive; replaced by the error if they do not. */
 function drawPicture(run, name) {
   const canvas = h("canvas", { width: 0, height: 0, title: name });
   bitmap(of(run, "image"), { name })
@@ -69,7 +69,7 @@ function drawPicture(run, name) {
       [canvas.width, canvas.height] = [found.width, found.height];
       canvas.getContext("2d").drawImage(found, 0, 0);
     })
-    .catch((error) => canvas.replaceWith(`not there: ${visible(error.message)}`));
+    .catch((error) => canvas.replaceWith(`unavailable: ${visible(error.message)}`));
   return canvas;
 }
 
@@ -78,7 +78,8 @@ export async function trajectory(root, { run, params, go, keys }) {
   const record = await get(of(run, "trajectory"), { episode, step });
   const body = h("div", { class: "turns" }),
     bar = h("div", { class: "choices", role: "toolbar" }),
-    told = h("output", { class: "readout", id: "token" }, "point at a token");
+    told = h("output", { class: "readout", id: "token" }, "Point at a token to see its logprob and version.")
+;
   let runs = [];
   const picture = (name) => drawPicture(run, name);
   const choices = (all, name) =>
@@ -136,7 +137,7 @@ export async function trajectory(root, { run, params, go, keys }) {
     if (offset < 0 || offset >= shown.total) return;
     const {
       rows: [row],
-    } = await get(of(run, "trajectories"), { ...shown.filters, offset, limit: 1 });
+    } = await get(of(run, "trajectories"), { ...query(shown.filters), offset, limit: 1 });
     if (!row) return;
     shown.index = offset;
     go("trajectory", { episode: row.episode, step: row.step });

@@ -7,7 +7,7 @@ export const FORMS = ["rendered", "raw", "record"];
 export const kept = { mode: "mask", form: "rendered" };
 const MARKS = /<\|[^|<>]{1,40}\|>|<\/?(?:tool_call|tool_response|think|tools)>/g;
 
-/** Text as it is meant: marks of the template faint, the rest as it is. */
+/** Text with the marks of the template faint. */
 function rendered(text) {
   const parts = [];
   let from = 0;
@@ -18,7 +18,8 @@ function rendered(text) {
   return h("bdi", { class: "prose" }, parts, visible(text.slice(from)));
 }
 
-/** Text as it is: each line's end shown. */
+/** Text with visible line ends. */
+
 const raw = (text) => h("bdi", { class: "prose code" }, visible(text).replaceAll("\n", "↵\n"));
 
 function call(one) {
@@ -29,7 +30,7 @@ function call(one) {
   return h(
     "div",
     { class: "call" },
-    h("b", {}, visible(one.name || "a call that cannot be read")),
+    h("b", {}, visible(one.name || "malformed call")),
     one.error && h("p", { class: "bad" }, visible(one.error)),
     h("dl", {}, given),
   );

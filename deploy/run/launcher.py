@@ -229,7 +229,7 @@ async def _run_roles(
         reporter.close()
         total = lives.total(restarts_of(supervisor.members))
         if why:
-            rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why}])
+            rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why, "failed": True}])
         try:
             await write_summary(config, run, queue, total)
         except QueueUnavailable as error:

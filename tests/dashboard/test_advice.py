@@ -48,13 +48,16 @@ async def test_a_run_that_ended_is_judged_by_its_summary(page: httpx.AsyncClient
     run = tmp_path / "mine"
     write_config(run, "rollout: {servers: 6}\ntrainer: {ranks: 2}\nagent: {workers: 2}\n")
     write_rows(run, [{"step": step, **one} for step, one in enumerate(rows(0.0))])
-    assert (await page.get("/api/runs/mine/end")).json() == {"ended": None, "summary": {}}
+    assert (await page.get("/api/runs/mine/end")).json() == {"ended": None, "failed": False, "summary": {}}
     summary = {"wall_s": 100.0, "wait_s": {"agent:admission": 100.0}}
     (run / "ended.json").write_text('{"version": 3, "why": "all steps are done"}')
     (run / "summary.json").write_text(json.dumps(summary))
     split = (await page.get("/api/runs/mine/split")).json()
     assert (split["rollout_idle"], split["rollout_share"]) == (0.5, pytest.approx(3 / 5))
-    assert (await page.get("/api/runs/mine/end")).json() == {"ended": "all steps are done", "summary": summary}
+    end = {"ended": "all steps are done", "failed": False, "summary": summary}
+    assert (await page.get("/api/runs/mine/end")).json() == end
+    (run / "ended.json").write_text('{"version": 3, "why": "no progress for 9 s", "failed": true}')
+    assert (await page.get("/api/runs/mine/end")).json() == {**end, "ended": "no progress for 9 s", "failed": True}
 
 
 FAULTS = {"malformed calls": 6, "truncated (length)": 1}

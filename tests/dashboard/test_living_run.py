@@ -45,7 +45,7 @@ async def test_a_living_run(runs_dir: Path, open_tab: Callable[..., Any]) -> Non
         assert figures["reward"].startswith("step 15reward 0.817"), figures
         assert figures["bubble: share of a step that the trainer waits"].endswith("25 %")
         assert figures["entropy"].startswith("step 15entropy 0.732")
-        assert figures["staleness of trained tokens, versions"] == "0 old 55 %1 old 27 %2 old 18 %"
+        assert figures["staleness of trained tokens"] == "current 55 %1 version old 27 %2 versions old 18 %"
         await tab.picture("curves")
 
         await tab.press("3")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.dashboard.browser import IN_BROWSER, Tab
+from tests.dashboard.browser import IN_BROWSER, Tab, page_process
 from tests.dashboard.recorded import ANSWER, CALL, record, said, told, write_config, write_rows, write_step
 
 pytestmark = IN_BROWSER
@@ -102,6 +103,33 @@ async def test_overview_of_an_ended_run_in_the_browser(runs_dir: Path, open_tab:
     await tab.go("#/over/trajectories", ".row .step")
     assert "1 trajectory kept of 32 trained episodes" in await tab.text("#found")
     assert "turns, tokens" in await tab.text(".headings")
+    for step, rows in (("4", 1), ("3", 0)):  # as in the list, where steps count from 1
+        await tab.page.fill("[name=step]", step)
+        await tab.until("count => document.querySelectorAll('.row').length === count", rows)
+    for end, kind, words in (
+        ({"why": "eval/reward is 0.96 at version 4: the target 0.95 is reached"}, "good", "Ended: eval/reward is 0.96"),
+        ({"why": "no progress for 9 s", "failed": True}, "bad", "Failed: no progress for 9 s"),
+    ):
+        (run / "ended.json").write_text(json.dumps(end))
+        await tab.go("#/over/curves", ".chart canvas")
+        await tab.go("#/over/overview", f"#state.{kind}")
+        assert words in await tab.text("#state")
+
+
+async def test_a_folder_without_runs_says_how_to_start_one(tmp_path: Path, browser: Any) -> None:
+    with page_process(tmp_path / "none") as url:
+        context = await browser.new_context()
+        tab = Tab(await context.new_page(), url)
+        await tab.page.goto(url)
+        await tab.page.fill("#token", "writes")
+        await tab.page.keyboard.press("Enter")
+        await tab.page.wait_for_selector("#no-runs")
+        assert "penstock run recipes/calculator.yaml" in await tab.text()
+        write_config(tmp_path / "none" / "first", "trainer: {ranks: 1}\n")
+        await tab.page.wait_for_selector("nav a[aria-current]")
+        assert "#/first/overview" in tab.page.url
+        await context.close()
+    assert tab.trouble == []
 
 
 async def test_on_a_telephone_and_by_keys_alone(open_tab: Callable[..., Any]) -> None:

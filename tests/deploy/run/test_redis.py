@@ -245,3 +245,4 @@ async def test_run_ends_where_its_redis_is_lost(tmp_path: Path, monkeypatch: pyt
             await launch(config, placement=IdlePlacement())
     ended = json.loads(RunDir.of(config).ended.read_text())
     assert "redis-server ended and did not come up again" in ended["why"]
+    assert ended["failed"] is True
