@@ -255,6 +255,8 @@ def test_tools_and_turns() -> None:
         ("reward_model.enable=true", "penstock reward-server"),
         ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "cosine is not here"),
         ("actor_rollout_ref.model.trust_remote_code=true", "code of their own"),
+        ("actor_rollout_ref.actor.freeze_vision_tower=true", "the whole model learns"),
+        ("distillation.enabled=true", "agent.teachers and trainer.distill"),
     ],
 )
 def test_each_key_is_told(override: str, why: str) -> None:
