@@ -8,7 +8,6 @@ import { h, number, table, visible } from "./dom.js";
 const MOST = 8;
 
 /** Rows [key, value of each run] of the keys whose values differ. */
-
 export function differences(configs) {
   const keys = [...new Set(configs.flatMap(Object.keys))].sort();
   const text = (config, key) => (key in config ? JSON.stringify(config[key]) : "–");

@@ -38,7 +38,6 @@ export function columns(wanted, names) {
 }
 
 /** Charts by data source. Rewards need several sources: one would repeat the chart of all rewards. */
-
 export function bySource(names) {
   return CHARTS_BY_SOURCE.map(([title, prefix, suffix, options]) => [
     title,

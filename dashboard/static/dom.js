@@ -27,7 +27,6 @@ const HIDDEN =
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
 
 /** Text in which ANSI escapes, bidi controls and blanks without width are shown as signs. */
-
 export function visible(text) {
   return String(text).replace(HIDDEN, (character) => {
     const code = character.codePointAt(0);

@@ -59,5 +59,4 @@ export async function group(root, { run, params, go, keys }) {
     ),
   );
   keys({ Escape: () => go("trajectories", { task, step: Number(step) + 1 }) });
-
 }

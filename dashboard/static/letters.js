@@ -109,8 +109,7 @@ export async function letters(root, { run, session, keys }) {
           ? [turn(-PAGE, "older", start > 0), turn(PAGE, "newer", found.length === PAGE)]
           : []),
       );
-      if (!quiet) state.textContent = found.length ? "" : "None: no episode failed for good."
-;
+      if (!quiet) state.textContent = found.length ? "" : "None: no episode failed for good.";
     } catch (error) {
       if (!(error instanceof Refused) || error.status === 401) throw error;
       state.textContent = error.message;

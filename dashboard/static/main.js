@@ -41,7 +41,6 @@ function trouble(message) {
 }
 
 /** Run `work` now and every `every_ms` while the view is shown, one call at a time. */
-
 async function repeat(signal, work, every_ms) {
   while (!signal.aborted) {
     try {

@@ -80,13 +80,13 @@ function pipeline({ status, servers, updates, limits }) {
     ]),
     stage("groups in flight", groups.admitted ?? 0, admitted, [
       old("admitted"),
-      `${number(episodes.leased ?? 0)} episodes leased`,
+      `${plural(episodes.leased ?? 0, "episode")} leased`,
     ]),
     stage(
       "requests at servers",
       flight,
       (limits["rollout.max_concurrent"] ?? 0) * servers.length,
-      [`${number(tokens)} tokens`, `${servers.length} servers`],
+      [plural(tokens, "token"), plural(servers.length, "server")],
       servers.length ? "" : "bad",
     ),
     stage("groups ready", groups.ready ?? 0, limits.groups_per_step, [old("ready")]),
@@ -169,7 +169,8 @@ function sentence(now, { ended, failed, summary }, { steps, series }) {
     typeof summary.reward_first === "number" && typeof summary.reward_last === "number"
       ? `, reward ${number(summary.reward_first)} → ${number(summary.reward_last)}`
       : learned;
-  if (ended) return failed ? ["bad", `Failed: ${visible(ended)}${gained}.`] : ["good", `Ended: ${visible(ended)}${gained}.`];
+  if (failed) return ["bad", `Failed: ${visible(ended)}${gained}.`];
+  if (ended) return [/^all \d+ steps|are done$|is reached$/.test(ended) ? "good" : "", `Ended: ${visible(ended)}${gained}.`];
   const last = done ? `The last step was ${number(done)}${learned}.` : "No step was trained.";
   return ["warn", `Not running: ${visible(now.cause)}. ${last}`];
 }
@@ -295,7 +296,6 @@ export async function overview(root, { run, repeat }) {
     state.textContent = text;
     grid.replaceChildren(...plots(withSampled(names, series), series));
     episodes.replaceChildren(await newest(run, now.alive));
-
     if (now.alive || end.ended) seen = rows;
   };
   repeat(sums, 2000);

@@ -23,7 +23,6 @@ function colour(run, i, version, mode, oldest) {
 }
 
 /** One run. Without the texts of its tokens it has one colour, and logprobs are bars behind it. */
-
 export function drawRun(run, mode, oldest) {
   const held = versions(run);
   if (!run.pieces.length) {

@@ -1,6 +1,5 @@
 // The list of a run's recorded trajectories: filters, order, and rows of any number.
 
-
 import { get, of } from "./api.js";
 import { h, number, plural, seconds, visible } from "./dom.js";
 import { Rows } from "./rows.js";

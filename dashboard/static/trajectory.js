@@ -78,8 +78,7 @@ export async function trajectory(root, { run, params, go, keys }) {
   const record = await get(of(run, "trajectory"), { episode, step });
   const body = h("div", { class: "turns" }),
     bar = h("div", { class: "choices", role: "toolbar" }),
-    told = h("output", { class: "readout", id: "token" }, "Point at a token to see its logprob and version.")
-;
+    told = h("output", { class: "readout", id: "token" }, "Point at a token to see its logprob and version.");
   let runs = [];
   const picture = (name) => drawPicture(run, name);
   const choices = (all, name) =>

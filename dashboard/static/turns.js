@@ -19,7 +19,6 @@ function rendered(text) {
 }
 
 /** Text with visible line ends. */
-
 const raw = (text) => h("bdi", { class: "prose code" }, visible(text).replaceAll("\n", "↵\n"));
 
 function call(one) {
