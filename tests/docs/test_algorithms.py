@@ -27,7 +27,7 @@ from penstock.transfer_queue import Batch
 pytestmark = pytest.mark.torch
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extend/algorithm.md").read_text()
-COMMANDS = [line for line in PAGE.splitlines() if line.startswith("penstock run ")]
+COMMANDS = [line for line in re.sub(r"\\\n\s+", "", PAGE).splitlines() if line.startswith("penstock run ")]
 FILES = re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
