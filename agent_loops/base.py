@@ -145,7 +145,7 @@ class AgentLoopBase(ABC):
         return config.max_response_tokens
 
     def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
-        """Before `setup`, for loops that replace what they were given (`OpenAIAgentLoop`). Raises `InfraFailure`."""
+        """Called before `setup`, so that a loop can replace its services (`OpenAIAgentLoop`). Raises `InfraFailure`."""
         self._journal = journal
 
     async def together(self, branches: Sequence[Awaitable[T]]) -> list[T]:
@@ -162,7 +162,7 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(self, task: Task) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """The episode. Several outputs are several segments; the reward is the last one's that is not None."""
+        """Runs the episode and returns its segments. Its reward is the last output's that is not None."""
 
     async def teardown(self) -> None:
         """Always awaited, also on error and cancellation."""

@@ -49,7 +49,7 @@ class Conversation:
             self._segments.append(after)
 
     def restart(self, messages: Sequence[Message]) -> None:
-        """A new segment with `messages` in place of the history. Raises `TemplateError`."""
+        """Begins a new segment with `messages` in place of the history. Raises `TemplateError`."""
         self._segments.append(self._chat.start(messages, self._tools))
 
     def outputs(self, outcome: Outcome | None = None, turn_rewards: Sequence[float] = ()) -> list[AgentLoopOutput]:

@@ -19,7 +19,7 @@ from penstock.transfer_queue import EpisodeImages, Lease, Trajectory
 
 
 def as_outputs(returned: Any) -> list[AgentLoopOutput]:
-    """The loop's return value as a list. Raises `InfraFailure("loop")` if it is something else, or empty."""
+    """Returns the loop's outputs as a list. Raises `InfraFailure("loop")` for another type or an empty list."""
     outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
     wrong = [one for one in outputs if not isinstance(one, AgentLoopOutput)]
     if not outputs or wrong:
@@ -103,7 +103,7 @@ def _turn_rewards(outputs: Sequence[AgentLoopOutput]) -> tuple[float, ...]:
 
 
 def number_of(value: Any, where: str) -> float:
-    """Raises `InfraFailure("loop")` for text too: "1.0" is a mistake as "right" is."""
+    """Returns `value` as a float. Raises `InfraFailure("loop")` if it is not a number; the text "1.0" is none."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError

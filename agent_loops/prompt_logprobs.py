@@ -59,7 +59,7 @@ class PromptForm(Protocol):
         """[L - 1] of ids [L]. Raises one of `MALFORMED`."""
 
     def likeliest(self, answer: Any, place: int) -> Pairs:
-        """The likeliest ids of that place, in any order. Raises one of `MALFORMED`."""
+        """Returns the likeliest ids at a position, in any order. Raises one of `MALFORMED`."""
 
 
 def read_prompt(form: PromptForm, answer: Any, ids: Sequence[int], places: Sequence[int], top_k: int) -> PromptLogprobs:

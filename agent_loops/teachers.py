@@ -48,7 +48,7 @@ PROBE = "The teacher reads 12+34=46, naïve façade, 東京, x**2 != y\n\treturn
 
 
 class BadTeacher(AgentError):
-    """The server cannot teach this model. `fix` says what to do."""
+    """The server cannot teach this model. `fix` is the remedy."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason)

@@ -88,7 +88,7 @@ class ToolCounts:
 
     @property
     def fault(self) -> str:
-        """The commonest of `faults`, in words; empty where every call was answered."""
+        """Returns the most frequent of `faults`, in words; empty if every call was answered."""
         return self.faults.most_common(1)[0][0] if self.faults else ""
 
     def add(self, results: Sequence[ToolResult]) -> None:

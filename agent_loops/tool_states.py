@@ -201,7 +201,7 @@ async def as_infra(name: str, work: Awaitable[T]) -> T:
 
 
 async def within(name: str, deadline_s: float, work: Awaitable[T]) -> T:
-    """The same, within a deadline. Raises `InfraFailure`, `SandboxLost`."""
+    """Returns the result of `work`. Raises `InfraFailure` after the deadline, and `SandboxLost`."""
     try:
         async with asyncio.timeout(deadline_s):
             return await as_infra(name, work)

@@ -87,7 +87,7 @@ class Segments:
         """Inodes, not names: a name may be reused by another process, and a semaphore is mapped under another name."""
 
     def look(self) -> None:
-        """Adds what living processes of the group have mapped now."""
+        """Adds the segments that living processes of the group have mapped now."""
         for pid in _others():
             self.add(pid)
 
@@ -96,7 +96,7 @@ class Segments:
         self._seen |= _mapped_by(pid)
 
     def remove(self) -> None:
-        """Removes those that still exist and that no process has mapped: the group may share one with a stranger."""
+        """Removes the segments that exist and are not mapped: another process may share one with the group."""
         if not self._seen:
             return
         remaining = {entry.inode(): entry.path for entry in os.scandir(SHARED_MEMORY) if entry.inode() in self._seen}

@@ -216,7 +216,7 @@ def _stat(entry: Path) -> list[str]:
 
 
 def cores() -> int:
-    """A container's share of the CPU, or what the process is bound to, if that is less than the machine has."""
+    """Returns the number of cores: the container's share of the CPU, or the process's affinity, if that is less."""
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()

@@ -86,7 +86,7 @@ def exposition(collector: Any) -> bytes:
 
 
 def metrics_token(run_token: str) -> str:
-    """The token that opens metrics alone: a monitor need not hold the run's, which cannot be computed from it."""
+    """Returns a token that gives access to metrics only. The run's token cannot be computed from it."""
     return hmac.digest(run_token.encode(), b"penstock: metrics alone", "sha256").hex()
 
 

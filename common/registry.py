@@ -134,7 +134,7 @@ def import_object(path: str, *, error: type[Exception] = UnknownName) -> Any:
 
 
 def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """``; did you mean 'x'?`` with the most similar of `known`, or nothing. Dunder names are not proposed."""
+    """Returns ``; did you mean 'x'?`` with the most similar of `known`, or an empty text. Skips dunder names."""
     words = sorted(word for word in known if not word.startswith("__"))
     close = difflib.get_close_matches(name, words, n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""

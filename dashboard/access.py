@@ -49,12 +49,12 @@ class Tokens:
     """Reads everything. Empty: no such token."""
 
     def scope_of(self, token: str) -> str | None:
-        """`WRITE`, `READ` or None for a bearer token, in constant time."""
+        """Returns `WRITE`, `READ` or None for a bearer token, in constant time."""
         writes, reads = same_token(token, self.write), same_token(token, self.read)
         return WRITE if writes else READ if reads else None
 
     def authorize(self, scope: Scope, token: str) -> dict[str, str] | None:
-        """Answer a question of `RequireToken`. Raises `HttpError` 403 for a change without the right to write."""
+        """Return the request's scope; None for a wrong token. Raises `HttpError` 403 for a change that it excludes."""
         allowed = self.scope_of(token)
         if allowed is None:
             return None

@@ -84,7 +84,7 @@ def searched_text(record: Mapping[str, Any]) -> str:
 
 
 def as_text(text: Any) -> str:
-    """A recorder without a tokenizer writes lists of ids."""
+    """Return a recorded text. Joins a list of ids, which a recorder without a tokenizer writes."""
     return text if isinstance(text, str) else " ".join(str(piece) for piece in text)
 
 

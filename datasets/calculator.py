@@ -88,7 +88,7 @@ DATA_SOURCE = "calculator"
 
 
 def problems(train: int, evaluation: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Rows for training and evaluation; no expression occurs twice, neither within a split nor across."""
+    """Return rows for training and for evaluation. Every expression occurs once in both together."""
     rng = Random(seed)
     expressions: dict[str, None] = {}
     while len(expressions) < train + evaluation:

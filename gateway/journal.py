@@ -219,7 +219,7 @@ class SessionJournal:
         await self.note(**{SCORE: asdict(score)})
 
     def response(self, answer_id: str) -> Turn | None:
-        """The turn of a response that is stored, as far as the client knows."""
+        """Returns the turn of a stored response; None if it was deleted or not stored."""
         turn = self.history.turns.get(f"{answer_id}.0")
         return turn if turn and turn.echo and f"{DELETED}{answer_id}" not in self.facts else None
 

@@ -61,7 +61,7 @@ class Turn:
         return f"{self.answer_id}.{self.choice.index}"
 
     def ids(self) -> list[int]:
-        """All ids up to the end of the answer."""
+        """Returns all ids up to the end of the answer."""
         return self.segment.context()[: self.end]
 
     @property
@@ -137,7 +137,7 @@ class PrefixTree:
 
     # where a request belongs ---------------------------------------------------------------------------------------
     def resolve_prefix(self, messages: Sequence[Message], tools: Tools, *, instructed: bool = False) -> PrefixMatch:
-        """Raises `NotRenderable`."""
+        """Returns the recorded turn that the messages continue, or a new segment. Raises `NotRenderable`."""
         messages = [self._as_sampled(message) for message in messages]
         keys = [first_key(tools)]
         for message in messages:
@@ -300,7 +300,7 @@ def as_json(value: Any) -> str:
 
 
 def first_key(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Key of an empty conversation; other tools make another conversation."""
+    """Returns the key of an empty conversation. Conversations with other tools have another key."""
     return digest(as_json(list(tools)))
 
 

@@ -73,7 +73,7 @@ class RecordedLoop(AgentLoopBase):
         await self.recorded.in_flight.ended()
 
     def check_replayed(self) -> None:
-        """Raises `EpisodeRestart` where the agent's second run took another way than its first."""
+        """Raises `EpisodeRestart` if the agent's second run sent other requests than its first."""
         if self.recorded.replay.left:
             raise EpisodeRestart(f"the agent did not ask again for {self.recorded.replay.left} recorded answers")
 

@@ -101,7 +101,7 @@ class RemoteSession:
         return (await self._request("GET", "files", NETWORK_SLACK_S, params=params)).body
 
     async def leave(self) -> None:
-        """Nothing to do: the server holds the session for its time without use."""
+        """Does nothing: the server keeps the session until its time without use is over."""
 
     async def close(self) -> None:
         await self._sandbox.client.request("DELETE", self._path, NETWORK_SLACK_S)

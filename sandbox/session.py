@@ -101,7 +101,7 @@ class OneBoxSession(Generic[B]):
         self._closing: asyncio.Task[None] | None = None
 
     async def hold(self, work: Callable[[B], Awaitable[T]]) -> T:
-        """`work` on the living box, between two calls. Raises `SandboxError`, and what `work` raises."""
+        """Returns the result of `work` on the living box, between two calls. Raises `SandboxError` too."""
         async with self._turn:
             return await work(await self._living_box())
 

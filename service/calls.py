@@ -87,7 +87,7 @@ class SaveExternal(ModelCall):
 
 
 class LoadWeights(Body):
-    """Into a model (`model_id`, `seq_id`), or as a new one (`session_id`, `model_seq_id`)."""
+    """Loads weights into a model (`model_id`, `seq_id`), or as a new model (`session_id`, `model_seq_id`)."""
 
     path: str
     optimizer: bool

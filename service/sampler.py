@@ -251,7 +251,7 @@ class SampleRunner:
 
 
 def next_adapter(waiting: Mapping[str | None, Sequence[Waiting]], turns: Mapping[str, float]) -> str | None:
-    """The first adapter of the owner whose turn is longest ago."""
+    """Returns the waiting adapter (None: the base model) whose owner's last turn is longest ago."""
     return min(waiting, key=lambda folder: min(turns.get(request.owner, 0.0) for _, request, _ in waiting[folder]))
 
 

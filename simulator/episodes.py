@@ -37,7 +37,7 @@ class Group:
     running: int = 0
 
     def due(self, max_staleness: float) -> int:
-        """The last step that may train on it."""
+        """Returns the last step that may train on the group."""
         return int(self.admitted_at + max_staleness)
 
 

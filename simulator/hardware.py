@@ -55,7 +55,7 @@ def token_s(model: Model, machine: Machine, gpus: int) -> float:
 
 
 def token_s_per_sequence(model: Model, machine: Machine, gpus: int, context: float) -> float:
-    """Seconds that one more sequence adds: 2 FLOPs per active parameter, and its keys and values read."""
+    """Returns the seconds per token that one more sequence adds: 2 FLOPs per active parameter, and reading its KV."""
     compute_s = 2 * model.active / (gpus * machine.flops)
     return compute_s + model.kv_bytes_per_token * context / (gpus * machine.memory_bytes_per_s)
 

@@ -49,7 +49,7 @@ def _fullest(tokens: np.ndarray, ranks: int, balanced: bool) -> float:
 
 
 def simulate(config: Simulation) -> Result:
-    """Deterministic: the same config gives the same result. Raises `StuckSimulation`."""
+    """Returns the result of a simulated run. The same config gives the same result. Raises `StuckSimulation`."""
     return Pipeline(config).run()
 
 

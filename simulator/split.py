@@ -50,7 +50,7 @@ def limit(config: Simulation, result: Result) -> str:
 
 
 def splits(config: Simulation) -> list[Simulation]:
-    """The same GPUs, divided otherwise; servers and ranks keep their sizes, and at least one of each stays."""
+    """Returns setups that divide the same GPUs in other ways; sizes stay, and each has a server and a rank."""
     configs: dict[tuple[int, int], Simulation] = {}
     for share in (0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
         servers = max(1, round(share * config.gpus / config.rollout.gpus))

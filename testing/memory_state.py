@@ -140,7 +140,7 @@ class MemoryState:
         return self._fence
 
     def check_epoch(self, epoch: int) -> None:
-        """Raises `TrainerFenced` where a later one was claimed."""
+        """Raises `TrainerFenced` if a later epoch was claimed."""
         if epoch < self.epoch:
             whose = f"trainer epoch {epoch}" if epoch else "a trainer without an epoch"
             raise TrainerFenced(f"{whose}: {self.trainer} has claimed the run, epoch {self.epoch}")

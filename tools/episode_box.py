@@ -55,7 +55,7 @@ class EpisodeBox:
         return self._session.session_id if self._session is not None else None
 
     async def session(self) -> Session:
-        """Raises `SandboxError`."""
+        """Returns the session of the episode's box, which the first call opens. Raises `SandboxError`."""
         async with self._opening:
             if self._session is None:
                 self._session = await self._open()
@@ -117,7 +117,7 @@ def image_of(task: Task) -> str | None:
 
 
 class BoxTool(BaseTool):
-    """A tool that works in the episode's box. A lost box starts the episode afresh: its files have many authors."""
+    """A tool in the episode's box. If the box is lost, the episode starts over: several tools wrote its files."""
 
     replayable = False
     turn_group = "box"

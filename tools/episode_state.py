@@ -13,7 +13,7 @@ _SHARED: ContextVar[dict[Hashable, Any] | None] = ContextVar("what tools of this
 
 @contextlib.contextmanager
 def sharing(shared: dict[Hashable, Any]) -> Iterator[None]:
-    """Tools whose states are made inside share what is in `shared`; the owner of the episode holds the dictionary."""
+    """States that tools create inside this context share the entries of `shared`, which the episode's owner keeps."""
     token = _SHARED.set(shared)
     try:
         yield

@@ -22,7 +22,7 @@ eval "$1"
 
 
 class ShellTool(BoxTool):
-    """stdout and stderr are merged, in their order. Nothing that a command started runs on after it."""
+    """Runs shell commands. stdout and stderr are merged in their order; no process outlives its command."""
 
     name = "shell"
     description = "Run a bash command. Files, the working directory and variables persist between calls."

@@ -13,7 +13,7 @@ _WORDS = {"head": "beginning", "tail": "end", "middle": "middle"}
 
 
 def truncate(text: str, max_chars: int, cut: Part = "middle") -> str:
-    """At most `max_chars` characters, with a note of how long the whole was if there is room for one.
+    """Returns at most `max_chars` characters, with a note on the full length if there is room for it.
 
     Half of a surrogate pair, which neither a tokenizer nor the journal can hold, becomes ``?``.
     """

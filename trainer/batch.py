@@ -24,7 +24,7 @@ NO_ID = -1
 
 
 class BadBatch(ValueError):
-    """A trajectory cannot be trained on; the message names the episode, the segment and what is wrong."""
+    """A trajectory cannot be trained on; the message names the episode, the segment and the fault."""
 
 
 class UntrainableEpisodes(ValueError):

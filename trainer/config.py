@@ -138,7 +138,7 @@ class ParallelConfig(BaseModel):
 
 
 class MegatronConfig(BaseModel):
-    """Only where trainer.engine is megatron."""
+    """Settings of trainer.engine megatron."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -161,7 +161,7 @@ class LoraConfig(BaseModel):
 
 
 class StopConfig(BaseModel):
-    """The run is over before its last step; it ends as after the last one."""
+    """Ends a run before its last step, with everything that follows the last step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -56,7 +56,7 @@ class Engine(Protocol):
 
     @property
     def flops(self) -> Flops | None:
-        """The operations of its model; None if they are not counted."""
+        """Return the operations of the model; None if they are not counted."""
 
     @property
     def has_critic(self) -> bool: ...
@@ -70,13 +70,13 @@ class Engine(Protocol):
         """The layout of a pack's rows."""
 
     def take_router_loads(self) -> RouterLoads | None:
-        """This rank's, of the updates since the last call; None without experts, and where none are counted."""
+        """Return this rank's loads of the updates since the last call; None if no experts are counted."""
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Logprobs [N] of each pack under the present weights, without gradient."""
 
     def score_reference(self, packs: Sequence[Pack]) -> list[Tensor]:
-        """Logprobs [N] of each pack under the weights before training."""
+        """Return logprobs [N] of each pack under the weights before training."""
 
     def values(self, packs: Sequence[Pack]) -> list[Tensor]:
         """The critic's values [N] of each pack; an implicit reward model's logprobs."""
@@ -104,7 +104,7 @@ class Engine(Protocol):
         """The settings as peft's ``LoraConfig.to_dict()``; None if the whole model learns."""
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Like `weights`, of the adapter alone, float32, under peft's names."""
+        """Yield the adapter's tensors like `weights`, in float32 under peft's names."""
 
     @property
     def state_bytes(self) -> int:

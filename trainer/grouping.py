@@ -14,7 +14,7 @@ def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def group_sums(values: Tensor, group: Tensor) -> Tensor:
-    """values [M] → [M] the sum of each one's group"""
+    """Return [M]: for each of the values [M] the sum over its group."""
     _, index, counts = group.unique(return_inverse=True, return_counts=True)
     return sum_by(values, index, len(counts))[index]
 
@@ -51,7 +51,7 @@ def group_extremes(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def all_equal(values: Tensor, group: Tensor) -> Tensor:
-    """values [M] → [M] bool, True where all of the group are equal, single members among them.
+    """Return [M] bool: True if all values of the member's group are equal; single members always are.
 
     Asked of the values themselves, not of their deviation: the mean of equal floats is not always that float.
     """

@@ -182,7 +182,7 @@ def router_metrics(loads: RouterLoads, ranks: Ranks) -> dict[str, float]:
 
 
 def means_by_episode(tokens: Tensor, batch: StepBatch) -> Tensor:
-    """tokens [N] → [E]; 0 where an episode has none"""
+    """Return [E]: the mean of tokens [N] by episode; 0 for an episode without tokens."""
     parts = [np.full(len(row.targets), row.episode, dtype=np.int64) for row in batch.rows]
     episode = torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
     sums = torch.zeros(len(batch.trajectories), dtype=torch.float64).index_add(0, episode, tokens)

@@ -255,7 +255,7 @@ def _images(runs: Sequence[Run]) -> tuple[Tensor | None, Tensor | None, Tensor |
 
 
 def empty_pack() -> Pack:
-    """A forward and backward that changes nothing: ranks with less work keep step with the others' collectives."""
+    """Return a pack whose gradient is 0: a rank with fewer packs joins the others' collectives with it."""
     nothing = np.zeros(0, dtype=np.int64)
     off = np.zeros(0, dtype=np.bool_)
     return join_rows(

@@ -173,7 +173,7 @@ class Trainer:
             await self.publisher.announce(version)
 
     async def record(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
-        """The step is trained: its numbers and times are written, and the next one begins. advantages [N]"""
+        """Writes numbers and times of a trained step, and begins the next one. advantages [N]"""
         of_order: dict[str, float] = {}
         if self.job.data.curriculum is not None:
             parts = await self.in_torch(self.ranks.data.gather, batch.rewards_by_task)

@@ -209,7 +209,7 @@ class TransferQueue(Protocol):
         """
 
     async def rewind(self, step: int) -> int:
-        """A trainer restarts at `step`: recorded batches from there on are returned again. Returns their number."""
+        """Returns how many recorded batches from `step` on will be handed out again to a restarted trainer."""
 
     # versions and servers ------------------------------------------------------------------------------------------
     async def latest_version(self) -> Announcement | None:

@@ -237,7 +237,7 @@ class DeviceTurn:
                 await self.give_back()
 
     def check(self) -> None:
-        """Raises `TurnLost`."""
+        """Raises `TurnLost` if the turn is over."""
         if self._loss_reason:
             raise TurnLost(self._loss_reason)
 

@@ -85,7 +85,7 @@ class HostConnection:
         self.writer.write(json.dumps(message).encode() + b"\n")
 
     async def receive(self) -> dict[str, Any] | None:
-        """None at the end of file."""
+        """Returns the next message; None at the end of the stream."""
         try:
             line = await self.reader.readline()
         except (ConnectionError, ValueError) as error:

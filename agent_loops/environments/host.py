@@ -121,7 +121,7 @@ class Lines:
 
     @property
     def waiting(self) -> bool:
-        """Returns whether `receive` has a line without reading."""
+        """Returns True if `receive` has a complete line and need not read."""
         return b"\n" in self._read
 
 

@@ -52,7 +52,7 @@ class BaseReward(ABC):
         """Raises `InfraFailure`, or any other exception, on infrastructure failure; cancelled at its deadline."""
 
     def is_journaled(self, data_source: str) -> bool:
-        """Returns whether scores of such rows are kept in the journal."""
+        """Returns True if scores of rows of this source are journaled."""
         return self.journaled
 
     async def close(self) -> None:

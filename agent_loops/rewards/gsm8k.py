@@ -42,7 +42,7 @@ def truth_of(ground_truth: Any) -> Decimal:
 
 
 def last_marked(text: str) -> Decimal | None:
-    """The number behind the last ``####``."""
+    """Returns the number after the last ``####``; None if there is none."""
     numbers = re.findall(r"####\s*\$?\s*(-?[0-9.,]+)", text[-TAIL_CHARS:])
     return to_decimal(numbers[-1]) if numbers else None
 

@@ -123,7 +123,7 @@ def _behind(word: str, result: RunResult) -> Any:
 
 
 def read_cases(ground_truth: Any) -> list[ProgramCase]:
-    """Raises `BadCases`."""
+    """Returns the test cases of a row. Raises `BadCases`."""
     tests = ground_truth
     if isinstance(tests, str):
         try:
@@ -181,7 +181,7 @@ def _value(expected: Any) -> Any:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Equal as JSON, or the only element of `expected`: datasets wrap results in a list now and then."""
+    """Returns True if both are equal as JSON, or if `expected` is a list whose only element is equal."""
     if value == expected or (
         isinstance(value, float) and isinstance(expected, int | float) and _close(value, expected)
     ):
@@ -210,7 +210,7 @@ def _close(value: float, expected: float) -> bool:
 
 
 class BadCases(ValueError):
-    """The row's ground truth holds no test cases; the message says what is there."""
+    """The row's ground truth has no test cases; the message shows its value."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,7 +264,7 @@ def _find(name: str, recipe_dir: Path) -> Any:
 
 
 class BySource(BaseReward):
-    """The recipe's rewards are created at once, so that mistakes show before the first episode; verl's on first use."""
+    """A reward per data source. The recipe's are created at once, which reports mistakes early; verl's on first use."""
 
     def __init__(self, own: Mapping[str, str | RewardChoice], recipe_dir: Path, sandbox: Sandbox | None = None) -> None:
         """Raises `LoadError`."""
@@ -276,7 +276,7 @@ class BySource(BaseReward):
             self._reward_for(data_source)
 
     def check(self, data_sources: Iterable[str]) -> None:
-        """Raises `LoadError` where one of them has no reward, or one that cannot be made."""
+        """Raises `LoadError` if one of the sources has no reward, or its reward cannot be created."""
         for data_source in sorted(data_sources):
             self._reward_for(data_source)
 

@@ -15,7 +15,7 @@ FINAL, WHOLE, ALL = "final_text", "solution", "segments"
 
 
 class RewardServer(BaseReward):
-    """The server's score, as it is; metric `cut` where the conversation was longer than the model's context."""
+    """The server's score, unchanged. The metric `cut` counts conversations longer than the model's context."""
 
     def __init__(
         self,

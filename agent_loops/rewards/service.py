@@ -81,7 +81,7 @@ class ScoreService(BaseTool):
         )
 
     async def ask(self, body: Mapping[str, Any]) -> str:
-        """Raises `InfraFailure` and `ToolInfraError`: a service that fails gives no score."""
+        """Returns the body of the answer. Raises `InfraFailure` or `ToolInfraError` if the service fails."""
         result = await self._guard.call(self, None, body)
         if result.is_error:
             raise InfraFailure(self.name, result.text)

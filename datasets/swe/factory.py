@@ -77,7 +77,7 @@ def _blank(lines: list[str], body: list[ast.stmt], gone: set[int]) -> None:
 
 
 def problem_statement(package: str, killed: Sequence[str], output: str) -> str:
-    """Names and messages of the last few tests that fail: pytest's summary, whose end `output` holds.
+    """Return names and messages of the last failing tests, from pytest's summary at the end of `output`.
 
     The file, the function and the change are not named.
     """

@@ -49,7 +49,7 @@ class TreeStore:
         self._git("update-ref", "-d", f"refs/tasks/{name}")
 
     def pack(self) -> None:
-        """Everything that is named, in one file, and nothing else."""
+        """Packs every named object into one file and removes all others."""
         self._git("repack", "-adq")
         self._git("prune", "--expire=now")
 

@@ -85,7 +85,7 @@ class EvalPlan:
 
 
 def resolve_target(request: EvalRequest) -> EvalPlan:
-    """Raises `ConfigError`, `DataError`."""
+    """Return the plan of an evaluation. Raises `ConfigError`, `DataError`."""
     if request.samples < 1:
         raise ConfigError(f"--n {request.samples}: at least one sample per task")
     run = RunDir(request.target.resolve()) if request.target.is_dir() else None

@@ -112,7 +112,7 @@ def _mlps(declared: Mapping[str, Any], layer: int) -> Iterator[tuple[str, int]]:
 
 
 def model_shape(config: RunConfig) -> ModelShape | None:
-    """None if sizes are unknown. `check_model` reports what is wrong with the folder."""
+    """Return the sizes of the model; None if they are unknown. `check_model` reports faults of the folder."""
     folder = Path(config.model)
     if not folder.is_dir():
         return None

@@ -231,7 +231,7 @@ def check_concurrency(config: RunConfig) -> Check:
 
 
 def check_training_job(config: RunConfig) -> Check | None:
-    """Check what the trainer itself would refuse, beyond the checks above."""
+    """Return a failed check for settings that only the trainer itself refuses; None if there are none."""
     if importlib.util.find_spec("torch") is None:
         return None
     above = (check_correction(config), check_algorithm(config), check_training_engine(config))

@@ -56,7 +56,7 @@ def build_of(python: str) -> TorchBuild:
 
 
 def driver_version() -> str:
-    """``580.65.06``. Raises `OSError`, `subprocess.SubprocessError` where the driver does not answer."""
+    """Return the driver's version, such as ``580.65.06``. Raises `OSError`, `subprocess.SubprocessError`."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True)
     return done.stdout.strip().partition("\n")[0]

@@ -58,7 +58,7 @@ class Role:
 
     @property
     def is_one_of_several(self) -> bool:
-        """A rollout server whose requests others take."""
+        """Return True for a rollout server if other servers can take its requests."""
         return self.kind == "rollout" and (self.number is not None or self.lent is not None)
 
     def spec(self, logs: Path, cwd: Path | None = None) -> RoleSpec:

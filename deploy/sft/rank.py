@@ -45,7 +45,7 @@ def exec_ranks(folder: Path, config: RunConfig, rank: Sequence[str], python: str
 
 
 async def sft_rank(folder: Path) -> None:
-    """One rank. Its run's folder has the resolved recipe, and the conversations in ``data``."""
+    """Run one rank. The run's folder has the resolved recipe, and the conversations in ``data``."""
     with uncollected():
         from penstock.common import UnknownName
         from penstock.trainer import BadBatch, BadJob, SftJob, TrainingDiverged, fine_tune

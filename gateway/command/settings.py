@@ -106,7 +106,7 @@ def texts_of(messages: Sequence[Mapping[str, Any]], role: str) -> list[str]:
 
 
 def files_of(task: Task) -> dict[str, bytes]:
-    """The row's own files. Raises `InfraFailure` naming what is wrong."""
+    """Returns the files of the row, by path. Raises `InfraFailure` that names the mistake."""
     column = task.extra_info.get(FILES) or {}
     if isinstance(column, str):
         try:

@@ -77,5 +77,5 @@ def sse_data(body: Mapping[str, Any]) -> bytes:
 
 
 def sse_event(body: Mapping[str, Any]) -> bytes:
-    """One event named by its ``type``, as the Responses API sends them."""
+    """Returns one server-sent event named by its ``type``, as in the Responses API."""
     return f"event: {body['type']}\n".encode() + sse_data(body)

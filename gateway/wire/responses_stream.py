@@ -56,7 +56,7 @@ class ResponseStream:
         return self._open_message() + self._text(delta.text)
 
     def finish(self, choice: Choice) -> bytes:
-        """The rest of the text, and the calls."""
+        """Returns the events for the rest of the text and for the calls."""
         self._choice = choice
         items = output_items(self._head, choice)
         events = []

@@ -25,7 +25,7 @@ Stage = Literal["opening", "gap", "thinking", "after", "text"]
 
 
 def signature_of(opening: str, closing: str) -> str:
-    """`opening` and `closing` are the text before and after the shown thinking, marks included."""
+    """Returns a block's signature. `opening`, `closing`: the text around the shown thinking, with marks."""
     return OURS + base64.urlsafe_b64encode(json.dumps([opening, closing]).encode()).decode()
 
 
@@ -130,7 +130,7 @@ class BlockSplitter:
 
 @dataclass(frozen=True, slots=True)
 class DividedText:
-    """An answer's text, divided."""
+    """An answer's text, divided into thinking and the rest."""
 
     thinking: str | None
     """None: it began without any."""

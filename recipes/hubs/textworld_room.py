@@ -15,7 +15,7 @@ import textworld
 
 
 class Room:
-    """One game."""
+    """A game of one room, made from a seed."""
 
     def __init__(self, file: Path) -> None:
         infos = textworld.EnvInfos(

@@ -34,7 +34,7 @@ class LastTurn(Maths):
         self._nothing = wrong
 
     async def score(self, answer: Answer) -> Value:
-        """The row's `extra_info["final_text"]` is the last turn, as every agent worker gives it."""
+        """Returns the score of the last turn, which is in the row's `extra_info["final_text"]`."""
         text = said_at_last(str(answer.extra_info.get("final_text", answer.solution)), boxed=self._boxed)
         if text is None:
             return {"score": self._nothing, "answered": 0.0}

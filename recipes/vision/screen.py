@@ -206,5 +206,5 @@ def _failed(error: Exception) -> ToolInfraError:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> float:
-    """The tool's reward; 0 for an episode that never used it."""
+    """Return the tool's reward; 0 for an episode that never used the tool."""
     return float((extra_info or {}).get("tool_rewards", {}).get(DashboardScreen.name, 0.0))

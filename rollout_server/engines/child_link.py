@@ -57,7 +57,7 @@ class Link:
         self._writer.write(to_json({"op": op, **fields}) + b"\n")
 
     async def call(self, op: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
-        """The reply. Raises `EngineError` if there is none in time."""
+        """Returns the reply. Raises `EngineError` if none arrives in time."""
         number = next(self._numbers)
         reply = self._calls[number] = asyncio.get_running_loop().create_future()
         try:

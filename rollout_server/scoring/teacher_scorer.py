@@ -92,7 +92,7 @@ class TokenScorer:
         return ids
 
     def score(self, rows: Sequence[TeacherRow]) -> list[JudgedRow]:
-        """One call at a time."""
+        """Returns the scores of `rows`. Calls may not overlap."""
         import torch
 
         longest = max(len(row) for row in rows)

@@ -37,11 +37,11 @@ class EngineDevices:
 
     @property
     def is_requested(self) -> bool:
-        """The trainer waits for the devices."""
+        """Returns True while the trainer waits for the devices."""
         return self._turn.holds and self._turn.is_requested
 
     async def enter(self, engine: Engine) -> None:
-        """Before the engine starts; all that is free is claimed until it is known what it needs.
+        """Takes the turn before the engine starts. Claims all free memory until the engine's need is known.
 
         Raises `EngineError` for an engine that cannot sleep.
         """

@@ -35,7 +35,7 @@ _SERIAL = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """The groups of one box: one directory (version 2) or one per hierarchy (version 1)."""
+    """The cgroups of one box: one directory (version 2) or one per hierarchy (version 1)."""
 
     directories: tuple[Path, ...]
     oom_file: Path

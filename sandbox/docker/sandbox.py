@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class DockerSandbox(LimitedSandbox):
-    """Maker of containers for one process. `containment` says in words which walls stand."""
+    """Starts containers for one process. `containment` describes the active walls."""
 
     def __init__(self, config: SandboxConfig, owner: str, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
         """Clears away what a killed process of the same `owner` left, then proves that engine, image and runtime exist.

@@ -281,7 +281,7 @@ class ChildTable:
 
 
 def strangers_to(spared: set[int]) -> list[int]:
-    """Living descendants of this process, but those in `spared` and theirs; of pid 1, all others of its namespace."""
+    """Returns living descendants except `spared` and theirs; for pid 1, all others of its namespace."""
     me = os.getpid()
     parents = {pid: _parent_of(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if pid != me}
     own = _with_descendants(set(spared), parents)
@@ -310,7 +310,7 @@ def _parent_of(pid: int) -> int:
 
 
 def kill_session(pid: int) -> None:
-    """A child leads its own process group, but for the moment right after its fork."""
+    """Kills the process group of a child, and the child itself: right after the fork it has no group of its own."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)

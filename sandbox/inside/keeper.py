@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class Peer:
-    """A connection whose other end may be slow: what it does not take now is sent later."""
+    """A connection to a reader that may be slow: unsent bytes are kept and sent later."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)

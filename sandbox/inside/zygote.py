@@ -189,7 +189,7 @@ def clone(number: int, namespaces: int) -> int:
 
 
 def map_ids(pid: int, own: int, uid: int, gid: int) -> None:
-    """The one user and the one group that the namespace of `pid` knows: both have the number `own` there."""
+    """Maps one user and one group into the namespace of `pid`; both have the number `own` there."""
     for file, text in (("setgroups", "deny"), ("gid_map", f"{own} {gid} 1"), ("uid_map", f"{own} {uid} 1")):
         write_text(f"/proc/{pid}/{file}", text)
 

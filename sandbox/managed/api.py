@@ -64,7 +64,7 @@ class Channel(Protocol):
         """Raises `ChannelBroken`."""
 
     async def read(self) -> bytes:
-        """The next bytes of stdout; empty once the program, or the connection, has ended."""
+        """Returns the next bytes of stdout; empty after the end of the program or of the connection."""
 
     @property
     def stderr_tail(self) -> str: ...
@@ -141,7 +141,7 @@ class CopyingApi(ManagedApi, Protocol):
         """An image of what the box has written to its disk; the provider drops it at this age."""
 
     async def forget(self, image: str) -> None:
-        """No further box is made of it. An image that is gone already is not an error."""
+        """Deletes an image of a copy. An image that does not exist is not an error."""
 
 
 MakeApi = Callable[[SandboxConfig], ManagedApi]

@@ -81,7 +81,7 @@ class ManagedBox(Box):
 
     @property
     def broken_limit(self) -> str | None:
-        """Keeper and driver run as the uid of the box's code, which can kill them."""
+        """Returns the limit that the box broke, else None. Code has the uid of keeper and driver and can kill them."""
         return self._broken_limit
 
     @property

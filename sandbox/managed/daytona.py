@@ -58,7 +58,7 @@ class DaytonaApi:
         self.containment = f"one sandbox per session, {network}"
 
     def check_needs(self, needs: BoxNeeds) -> None:
-        """Sizes are those of an image; a snapshot has its own."""
+        """Raises `UnmetNeeds` for sizes of a snapshot, which has its own. An image may have sizes."""
         sized = any(size is not None for size in (needs.memory_mb, needs.cpus, needs.storage_mb))
         if sized and self._config.image.startswith(SNAPSHOT):
             raise UnmetNeeds(

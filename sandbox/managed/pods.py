@@ -18,7 +18,7 @@ KEEP_OPEN = ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait; don
 
 
 def pod_manifest(name: str, config: SandboxConfig, request: BoxRequest) -> dict[str, Any]:
-    """Body of the create call. Nothing of the cluster is in the pod: no token, no service addresses."""
+    """Returns the body of the create call. The pod gets no token and no service addresses of the cluster."""
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "activeDeadlineSeconds": request.ttl_s,

@@ -30,7 +30,7 @@ class Caller:
 
 
 def callers_of(config: SandboxConfig, token: str, environment: Mapping[str, str]) -> tuple[Caller, ...]:
-    """Raises `SandboxError` where a token is missing, or two callers have the same."""
+    """Returns the callers with their tokens. Raises `SandboxError` if a token is missing or used twice."""
     if not token:
         raise SandboxError("the sandbox server needs a token")
     callers = [Caller(RUN, token, max_boxes=sys.maxsize, max_calls=sys.maxsize)]
@@ -45,7 +45,7 @@ def callers_of(config: SandboxConfig, token: str, environment: Mapping[str, str]
 
 
 def find_caller(callers: Iterable[Caller], token: str) -> Caller | None:
-    """Compares with every token, each in constant time."""
+    """Returns the caller with this token, else None. Compares with every token, each in constant time."""
     match = None
     for caller in callers:
         if same_token(token, caller.token):

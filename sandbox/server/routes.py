@@ -56,7 +56,7 @@ class Relays:
         await cancel_and_wait(self._tasks)
 
     async def open(self, run: Callable[[Lines], Awaitable[None]]) -> AsyncIterator[bytes]:
-        """JSON lines of `run`, from its first one on.
+        """Yields the JSON lines of `run`.
 
         Raises what `run` raises before its first line: the response has no status yet and can still be a refusal.
         """
@@ -251,7 +251,7 @@ async def run(body: RunRequest, target: ThisTarget) -> RunResult:
 
 @work_router.post("/run_python", response_model=RunResult)
 async def run_python(body: RunPythonRequest, target: ThisTarget) -> RunResult:
-    """Run code in the session's interpreter: names live on from call to call."""
+    """Run code in the session's interpreter, whose names persist from call to call."""
     return await target.call("python", lambda it: it.run_python(body.code, timeout_s=body.timeout_s))
 
 

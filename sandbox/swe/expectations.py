@@ -67,7 +67,7 @@ def readable(data: bytes) -> Source | None:
 
 
 def apply_all(data: bytes, edits: Collection[Edit]) -> bytes:
-    """Edits of one file, which do not overlap."""
+    """Returns `data` after the edits of one file, which do not overlap."""
     for edit in sorted(edits, key=lambda one: -one.start):
         data = edit.apply(data)
     return data

@@ -57,7 +57,7 @@ async def check_runner(workspace: Workspace, task: SweTask) -> None:
 
 
 async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, needed: Sequence[str]) -> TestOutcomes:
-    """`needed`: tests of which one that hangs ends the run. Raises `SandboxError`."""
+    """Returns the outcome of each test. `needed`: a test among these that hangs ends the run. Raises `SandboxError`."""
     command = PytestCommand.parse(task.test_command)
     if command is None:
         return await _run_each(workspace, task)

@@ -113,7 +113,7 @@ PART_BYTES = 4 << 20
 
 
 class ScriptFailed(Exception):
-    """A script of ours ended with another status than 0; the text is what it wrote to stderr."""
+    """A script of Penstock ended with a status other than 0; the message is its stderr."""
 
 
 class Workspace:

@@ -124,7 +124,7 @@ LIST_DEADLINE_S = 30.0
 
 
 class McpTools(ToolGroup):
-    """The servers are asked once for what they offer, when the worker starts: schemas must not change during a run."""
+    """Tools of MCP servers. They are listed once, when the worker starts: schemas must not change during a run."""
 
     needs_sandbox = False
 

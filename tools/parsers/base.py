@@ -47,7 +47,7 @@ ParserName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as the model meant it. With `error` set it must not be dispatched: the model reads the error instead."""
+    """One parsed call. If `error` is set it must not be dispatched; the model reads the error instead."""
 
     name: str
     """Empty if it could not be read."""

@@ -57,7 +57,7 @@ class CurriculumWeights(BaseModel):
     hard: Weight = Field(0.1, description="How often a row comes that is hardly ever passed.")
 
     def of_source(self, data_source: str) -> float:
-        """Exact names before patterns."""
+        """Return the weight of a source. Exact names precede patterns."""
         name = pattern_of(data_source, self.sources)
         return 1.0 if name is None else self.sources[name]
 
@@ -66,7 +66,7 @@ class CurriculumWeights(BaseModel):
         return weight
 
     def check(self, data_sources: Sequence[str]) -> None:
-        """Raises `ValueError` where nothing could be drawn, or a name is that of no source."""
+        """Raises `ValueError` if no task could be drawn, or a name matches no source."""
         known = sorted(set(data_sources))
         for name in self.sources:
             if all(pattern_of(source, [name]) is None for source in known):

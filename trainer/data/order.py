@@ -39,7 +39,7 @@ class StreamedTasks:
         self._sampling = sampling
 
     def begin(self, step: int) -> None:
-        """The order depends on no step."""
+        """Does nothing: the order does not depend on steps."""
 
     def next(self, start: DataCursor, count: int) -> tuple[list[Task], DataCursor]:
         places = self._stream.places(start, count)

@@ -258,7 +258,7 @@ class TaskOrder(Protocol):
         """`count` ≥ 1 tasks from the place `start` on, and the place after them."""
 
     def observe(self, step: int, rewards: Mapping[str, Sequence[float]]) -> dict[str, float]:
-        """`step` is trained: task id → rewards of its episodes. Returns numbers for the step's metrics."""
+        """Records the rewards of a trained step, by task id. Returns numbers for the step's metrics."""
 
 
 class Feeder:

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SftJob:
-    """Everything a rank is given; the same on all ranks."""
+    """The job of a rank; the same on all ranks."""
 
     model: str
     config: TrainerConfig
@@ -304,7 +304,7 @@ class SftCheckpoints:
         return checkpoint.step
 
     def save(self, step: int) -> None:
-        """Begins to save the state after `step` steps; a no-op if it is saved. A collective."""
+        """Begins to save the state after `step` steps, unless it is saved already. A collective."""
         if step == self._saved:
             return
         self.settle()

@@ -17,7 +17,7 @@ MOST_BYTES = 4 << 30
 
 
 class JsonLines:
-    """One line per step; `rewind` cuts them back, and a line that a crash cut short goes too."""
+    """Writes one line per step. `rewind` cuts the file back, also a line that a crash left incomplete."""
 
     def __init__(self, run_dir: Path) -> None:
         self._metrics = run_dir / "metrics.jsonl"

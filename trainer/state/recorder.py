@@ -77,7 +77,7 @@ class Records:
         self._ended.write_text(json.dumps({"version": version, "why": why}) + "\n")
 
     def why_over(self) -> str | None:
-        """See `Stopping.why`."""
+        """Returns why the run is over before its last step; None if it continues."""
         return self._stopping.why()
 
     def close(self) -> None:

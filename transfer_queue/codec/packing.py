@@ -109,7 +109,7 @@ def read_arrays(head: PayloadHead, blob: bytes) -> Arrays:
 
 
 def head_length(prefix: bytes) -> int:
-    """Bytes that `parse_head` needs. Raises `BadPayload` for less than a preamble, or one that is not ours."""
+    """Returns the bytes that `parse_head` needs. Raises `BadPayload` for a short or foreign preamble."""
     return _body_at(_read_preamble(prefix)[1])
 
 

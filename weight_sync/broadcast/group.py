@@ -80,7 +80,7 @@ class BroadcastGroup(ABC):
 
     @abstractmethod
     def begin(self, bucket: torch.Tensor) -> Transfer:
-        """`bucket` [bytes], uint8, from rank 0 to all others; it must not change before its ``wait``."""
+        """Begins to send `bucket` [bytes], uint8, from rank 0 to all others. It must not change before its ``wait``."""
 
     @abstractmethod
     def close(self) -> None:

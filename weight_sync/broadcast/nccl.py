@@ -22,7 +22,7 @@ POLL_S = 0.0005
 
 
 class NcclError(RuntimeError):
-    """A call failed, or a member is gone; the communicator is of no more use."""
+    """A call failed, or a member is gone; the communicator cannot be used any more."""
 
 
 class _UniqueId(ctypes.Structure):

@@ -64,7 +64,7 @@ class RankWire:
             self._thread.start()
 
     def close(self) -> None:
-        """Rank 0 ends the others' threads; they wait for it, `CLOSE_S` at most."""
+        """Ends the other ranks' threads from rank 0; the other ranks wait for that, `CLOSE_S` at most."""
         self._closed.set()
         if self._thread is None:
             return
@@ -105,7 +105,7 @@ class RankWire:
         dist.send(question, dst=rank, group=self._group)
 
     def until_held(self, ranks: Sequence[int], version: int) -> None:
-        """Takes the answers of all. Raises `Superseded` where one does not hold `version`."""
+        """Waits for the answers of all ranks. Raises `Superseded` if one does not hold `version`."""
         answers = torch.zeros(len(ranks), dtype=torch.int64)
         for number, rank in enumerate(ranks):
             dist.recv(answers[number : number + 1], src=rank, group=self._group)
@@ -158,5 +158,5 @@ class RankWire:
         self.send(torch.tensor([int(has_version)], dtype=torch.int64))
 
     def send(self, tensor: torch.Tensor) -> None:
-        """To rank 0."""
+        """Sends a tensor to rank 0."""
         dist.send(tensor, dst=0, group=self._group)

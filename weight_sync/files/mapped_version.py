@@ -27,7 +27,7 @@ Identity = list[int]
 
 
 def identity_of(file: int | Path) -> Identity:
-    """The identity of an open file, or of what is under a path, a link too. Raises `FileNotFoundError`."""
+    """Returns the identity of an open file or a path; a link has its own. Raises `FileNotFoundError`."""
     status = os.fstat(file) if isinstance(file, int) else file.lstat()
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns]
 

@@ -75,7 +75,7 @@ def _find_damage(file: ChainFile, checksums: Mapping[str, str]) -> str:
 
 
 class ConnectionCut(Exception):
-    """The connection broke, or never was; the message says how. What came before counts."""
+    """The connection broke or was never made; the message has the cause. Received bytes stay valid."""
 
 
 class FetchBusy(Exception):

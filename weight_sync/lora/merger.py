@@ -38,7 +38,7 @@ class ModelFolder:
         self._entries: dict[str, TensorEntry] = {}
 
     def entries(self) -> dict[str, TensorEntry]:
-        """A manifest's entry of each tensor, by name. The first call reads every byte; then it is remembered."""
+        """Returns the manifest entry of each tensor by name. The first call reads every byte and caches them."""
         if not self._entries:
             self._entries = {name: describe(name, file.get_tensor(name)) for name, file in self._files.items()}
         return self._entries

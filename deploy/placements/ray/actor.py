@@ -127,7 +127,7 @@ class RoleActor:
             self._process.forgive()
 
     async def stop(self) -> None:
-        """SIGTERM, the role's grace, SIGKILL; returns when its process is gone."""
+        """Send SIGTERM, and SIGKILL after the role's grace; return when its process is gone."""
         if self._process is not None and self._ending is not None:
             await self._process.stop()
             await asyncio.wait({self._ending})

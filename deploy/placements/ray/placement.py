@@ -69,7 +69,7 @@ class RayMember:
 
     @property
     def pid(self) -> None:
-        """None: the process usually runs on another machine, and nothing here may send it a signal."""
+        """Return None: the process may be on another machine, so no signal may be sent to it."""
         return None
 
     @property

@@ -80,7 +80,7 @@ class SlurmRecipe:
 
 
 def run_script(recipe: SlurmRecipe, job: SlurmJob, at: JobLayout, *, sandbox: bool, max_requeues: int) -> str:
-    """The job of a whole run. Raises `ConfigError`."""
+    """Return the batch script of a whole run. Raises `ConfigError`."""
     config, run = recipe.config, RunDir.of(recipe.config)
     url = config.transfer_queue.url
     if url and urlsplit(url).password:

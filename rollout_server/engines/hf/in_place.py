@@ -199,7 +199,7 @@ class InPlaceReceiver:
         return state
 
     def holds(self, manifest: Manifest) -> bool:
-        """The model holds exactly this version, which came by its broadcast: every name, shape, dtype and checksum."""
+        """Returns True if the model has exactly this version by broadcast: every name, shape, dtype and checksum."""
         return manifest.transport == "broadcast" and self._whole == (manifest.broadcast_name, manifest.state)
 
     def accept(self) -> float:

@@ -124,7 +124,7 @@ class HaltingRequests(LiveRequests[L], ABC, Generic[L, H]):
             self._halt = self._stop_decoding()
 
     def sleep(self) -> None:
-        """Between two passes: all answers end with what they have, and no cache is left."""
+        """Ends all answers with their tokens so far and drops the cache. Called between two passes."""
         with self._between_passes():
             self._asleep = True
             self._turn_away()

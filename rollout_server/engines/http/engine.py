@@ -151,7 +151,7 @@ class HttpEngine(ABC):
         return await self.server.answers(self.health_path, HEALTH_S)
 
     def stderr_tail(self) -> str:
-        """The last lines of the server's log, and how it ended."""
+        """Returns the last lines of the server's log, and how the server ended."""
         return self.server.tail()
 
     async def load_weights(self, manifest: Manifest) -> LoadReport:

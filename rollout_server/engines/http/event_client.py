@@ -66,7 +66,7 @@ class ResponseSink(Protocol):
         """Bytes of the body."""
 
     def ends(self, cause: str) -> None:
-        """Called once. `cause`: why the response is not whole; empty if it is."""
+        """Called once at the end. `cause`: the reason if the response is incomplete, else empty."""
 
 
 class EventClient:

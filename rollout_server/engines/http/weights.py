@@ -314,5 +314,5 @@ class HttpWeights(ABC, Generic[Fetched]):
         return sum(stream.received for stream in self.streams)
 
     async def server_version(self) -> int:
-        """The version that the server itself reports. Raises `EngineError`."""
+        """Returns the version that the server reports. Raises `EngineError`."""
         return version_of((await self.server.call("GET", self.version_path))["weight_version"])

@@ -216,7 +216,7 @@ def environment(installation: Installation, threads: int, folder: Path, ranks: i
 
 
 def ranks_of(users: Mapping[str, Any]) -> int:
-    """Number of ranks that share a model, from the flag under any of its names."""
+    """Returns the number of ranks that share a model, from the flag under any of its names."""
     flags = {name.replace("_", "-"): value for name, value in users.items()}
     sizes = (flags.get(name) for name in ("tp-size", "tensor-parallel-size", "tp"))
     return int(next((value for value in sizes if value is not None), 1))

@@ -79,7 +79,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class FileInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on: each update says where its file is."""
+    """Empty: each update contains the path of its file."""
 
 
 @dataclass

@@ -166,7 +166,7 @@ def attended(shape: Heads, dtype: torch.dtype, device: torch.device) -> list[Ten
 
 
 def difference(actual: list[Tensor], expected: list[Tensor]) -> str:
-    """Why they are not the same up to rounding; empty if they are."""
+    """Return the difference in words; empty if both are the same up to rounding."""
     for mine, own in zip(actual, expected, strict=True):
         apart = (mine.float() - own.float()).norm() / own.float().norm()
         if not float(apart) <= TOLERANCE:  # NaN fails as well

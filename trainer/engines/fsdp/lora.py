@@ -112,7 +112,7 @@ class Adapter:
                 layer.scaling[NAME] = scale
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
-        """A peft folder of `tensors`, whole and on the host."""
+        """Write a peft folder with `tensors`, which are complete and on the host."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)

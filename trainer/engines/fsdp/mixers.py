@@ -60,7 +60,7 @@ def has_kernels(model: nn.Module) -> bool:
 
 
 def mix_rows(model: nn.Module, *, row_by_row: bool) -> None:
-    """Each mixer's `forward` alone is wrapped, in place: no parameter gets another name."""
+    """Wrap the `forward` of each mixer in place, so that parameters keep their names."""
     for mixer in mixers_of(model):
         mixer.forward = _MixedRows(mixer.forward, row_by_row)
 

@@ -183,14 +183,14 @@ def _not_finite(model: PreTrainedModel) -> str:
 
 
 def first_sentence(error: Exception) -> str:
-    """transformers follows its own with advice and lists of classes."""
+    """Return the first sentence of an error: transformers appends advice and lists of classes."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0].rstrip(".:")
 
 
 def unshared_because(model: PreTrainedModel, plan: RowPlan) -> str:
-    """Return why rows share no prefixes; empty if rows in a tree, of which one continues a branch, give the same as
-    apart, by trying.
+    """Return why rows share no prefixes; empty if a trial of rows in a tree, one of which continues a branch, agrees
+    with separate rows.
     """
     if plan.layout is not RowLayout.PACKED:
         return f"rows are not packed: {plan.unpacked_because}"
@@ -241,7 +241,7 @@ class TrialRows:
 
     @torch.no_grad()
     def alone(self) -> Tensor:
-        """Logits [L, V] of one row after the other, as anybody would call the model."""
+        """Return logits [L, V] of the rows, each in a plain call of the model."""
         return torch.cat([self._alone(number) for number in range(len(self.rows))])
 
     def _alone(self, number: int) -> Tensor:

@@ -53,7 +53,7 @@ def try_model(model: str) -> Trial:
 
 
 def main(model: str) -> None:
-    """The child's."""
+    """Run the trial in the child process."""
     from penstock.trainer.job import BadJob
     from penstock.trainer.ranks.distributed import Ranks
 

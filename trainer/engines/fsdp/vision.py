@@ -64,7 +64,7 @@ class SeenRows:
 
 
 class Vision:
-    """Reads images for one model. Not for several threads at once."""
+    """Reads images for one model. Calls may not overlap."""
 
     def __init__(
         self, processor: Any, image_token: int, rope_index: Callable[..., Any], kept_bytes: int = KEPT_BYTES
@@ -80,7 +80,7 @@ class Vision:
 
     @classmethod
     def of(cls, model: str, loaded: PreTrainedModel) -> Vision:
-        """Raises `BadJob` where the folder has no processor, or one of another kind."""
+        """Return the reader of a model's images. Raises `BadJob` if the folder has no processor, or an unknown one."""
         from transformers import AutoImageProcessor
 
         image_token = getattr(loaded.config, "image_token_id", None)

@@ -180,7 +180,7 @@ class _Target(Tensor):
 
 
 def unwrapped(model: Any) -> Any:
-    """megatron's `GPTModel` inside its wrappers."""
+    """Return megatron's `GPTModel` inside its wrappers."""
     while hasattr(model, "module"):
         model = model.module
     return model

@@ -67,7 +67,7 @@ class StageRouters:
 
     @property
     def mixtures(self) -> Mixtures:
-        """The mixtures of the whole model."""
+        """Return the mixtures of the whole model."""
         return self._layers.mixtures
 
     def arguments(self, pack: Pack, inputs: Inputs) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class StateShare:
 
 
 class State:
-    """Everything of a run that is in the engine's tensors. Every method is a collective."""
+    """The state of a run that is in the engine's tensors. Every method is a collective."""
 
     def __init__(self, models: list[nn.Module], bridge: ModelBridge, optimizer: Optimizer, ranks: Ranks) -> None:
         self._models = models
