@@ -12,6 +12,7 @@ and half of another: `WeightsBroken`, where one that ends before it is `WeightsU
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,11 +68,12 @@ class JoinedBroadcast:
         """
         digests = StreamDigests(self.offer.tensors)
         try:
-            with closing(self):
+            with closing(self), ThreadPoolExecutor(1) as beside:
                 for bucket in self._received(memory):
-                    digests.update(bucket)
+                    digested = beside.submit(digests.update, bucket)
                     self._begun = True
                     yield bucket
+                    digested.result()
                 entries = digests.entries()
                 self._membership.groups[0].say_done(self.offer.name)
                 self.entries, self._whole = entries, True

@@ -10,6 +10,8 @@ not the pass. Who has no place in the group, or lost it, takes the version's fil
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,17 +56,20 @@ def stream_version(
     header = stream_header(tensors)
     size, whole = len(header) + source.nbytes, xxhash.xxh3_64(header)
     opened = new_file(path, size, durable=durable) if write else contextlib.nullcontext()
-    with contextlib.closing(Members(sending, source.wire)) as members, opened as file:
+    with contextlib.closing(Members(sending, source.wire)) as members, opened as file, ThreadPoolExecutor(2) as beside:
         members.meet(source.device)
         if file is not None:
             file.write(header)
         # A stream that breaks off ends before its memory and its members are given up.
         with contextlib.closing(source.buckets(version, bucket_bytes, members)) as buckets:
+            steps: list[Callable[[memoryview], object]] = [whole.update]
+            if file is not None:
+                steps.append(file.write)
             for bucket in buckets:
                 piece = raw_bytes(bucket)
+                others = [beside.submit(step, piece) for step in steps]
                 digests.update(piece)
-                whole.update(piece)
-                if file is not None:
-                    file.write(piece)
+                for other in others:
+                    other.result()
         entries, done = digests.entries(), members.count_done()
     return StreamedVersion(entries, WrittenFile(path, size, whole.hexdigest()), done)
