@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from collections import Counter, defaultdict
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -74,14 +76,29 @@ _cpu_before = 0.0
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """Adds the processor time of this process and of the children that it has waited for, in seconds."""
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    """Adds the processor time of this process and of the children that it has waited for, in seconds.
+
+    A test that ends an engine waits for it: what the engine has used for the tests before it is their area's.
+    """
     global _cpu_before
     report = yield
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     now = sum(one.ru_utime + one.ru_stime for one in used)
-    report.cpu_s, _cpu_before = now - _cpu_before, now
+    ends_engine = call.when == "setup" and item.get_closest_marker("ends_engine")
+    report.engine_cpu_s = _cpu_of_children() if ends_engine else 0.0
+    report.cpu_s, _cpu_before = now - _cpu_before, now + report.engine_cpu_s
     return report
+
+
+def _cpu_of_children() -> float:
+    """Return the processor time that living children have used, in seconds."""
+    seconds = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -101,7 +118,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for report in reports:
             if hasattr(report, "duration"):
                 seconds[_area(report.nodeid)] += report.duration
-                cpu[_area(report.nodeid)] += getattr(report, "cpu_s", 0)  # not of a worker that ended in a test
+                # A worker that ended in a test has told none.
+                cpu[_area(report.nodeid)] += getattr(report, "cpu_s", 0) + getattr(report, "engine_cpu_s", 0)
     if not counts:
         return
     terminalreporter.section("areas")

@@ -78,8 +78,8 @@ def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> N
 def check_timeouts(ranks: Ranks) -> None:
     """Every group of the mesh has the timeout of the ranks, not the default of its backend."""
     mesh = ranks.own(mesh_of)
-    parts = [mesh.shards, *([] if mesh.tensor is None else [mesh.tensor])]
-    for group in (group for part in parts for group in part.get_all_groups()):
+    groups = [group for part in (mesh._whole, mesh._experts) if part is not None for group in part.get_all_groups()]
+    for group in [*groups, *([] if mesh.context is None else [mesh.context.group])]:
         assert group._get_backend(torch.device("cpu")).options._timeout == ranks.timeout
 
 

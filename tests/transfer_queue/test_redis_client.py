@@ -267,11 +267,10 @@ async def test_a_redis_that_falls_silent_is_given_up(server: RedisServer) -> Non
 
 
 async def test_an_argument_that_cannot_be_sent_is_not_repeated(connection: Connection) -> None:
-    async with asyncio.timeout(10):  # half of the deadline
-        with pytest.raises(DataError):
-            await connection.command("SET", "a", {"not": "bytes"})
-        with pytest.raises(DataError, match="SET: int next to a payload"):
-            await connection.command("SET", "a", memoryview(b"bytes"), 5)
+    with pytest.raises(DataError):  # at its deadline a repeated call raises QueueUnavailable
+        await connection.command("SET", "a", {"not": "bytes"})
+    with pytest.raises(DataError, match="SET: int next to a payload"):
+        await connection.command("SET", "a", memoryview(b"bytes"), 5)
     assert await connection.command("GET", "a") is None
 
 

@@ -78,12 +78,12 @@ async def test_fetch_brings_served_files_and_serves_them_until_close(open_route:
 async def test_fetch_ends_with_its_server(
     open_route: OpenRoute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.weight_sync.http.client.RECONNECT", Backoff(20.0))  # shorter than a stall
+    monkeypatch.setattr("penstock.weight_sync.http.client.RECONNECT", Backoff(2000.0))
     route = await open_route("http")
     manifest = route.publish(1, small_tensors())
-    async with cutting_proxy(route.server.url, 1000) as proxy, asyncio.timeout(15):
+    async with cutting_proxy(route.server.url, 1000) as proxy, asyncio.timeout(200):
         own = replace(manifest.files[-1], place=f"{proxy.url}/{manifest.files[-1].name}")
-        fetcher = Fetcher(tmp_path / "s0", TOKEN)
+        fetcher = Fetcher(tmp_path / "s0", TOKEN, stall_s=2000.0)
         fetching = asyncio.create_task(fetcher(replace(manifest, files=(own,))))
         while not proxy.ranges:
             await asyncio.sleep(0.01)

@@ -26,8 +26,7 @@ async def ask(client: httpx.AsyncClient, code: str, language: str = "python", **
 
 async def test_run_code_success_has_exactly_their_shape(client: httpx.AsyncClient) -> None:
     body = await ask(client, "print(input())", stdin="hi")
-    duration_s = body["run_result"].pop("execution_time")
-    assert 0 < duration_s < 10
+    assert body["run_result"].pop("execution_time") > 0
     assert body == {
         "status": "Success",
         "message": "",
