@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from penstock.common import Backoff
 from penstock.weight_sync import (
+    Downloader,
     Fetcher,
     Manifest,
     MergingFetcher,
@@ -79,11 +80,12 @@ async def test_fetch_ends_with_its_server(
     open_route: OpenRoute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.weight_sync.http.client.RECONNECT", Backoff(2000.0))
+    monkeypatch.setitem(Downloader.__init__.__kwdefaults__, "stall_s", 2000.0)
     route = await open_route("http")
     manifest = route.publish(1, small_tensors())
     async with cutting_proxy(route.server.url, 1000) as proxy, asyncio.timeout(200):
         own = replace(manifest.files[-1], place=f"{proxy.url}/{manifest.files[-1].name}")
-        fetcher = Fetcher(tmp_path / "s0", TOKEN, stall_s=2000.0)
+        fetcher = Fetcher(tmp_path / "s0", TOKEN)
         fetching = asyncio.create_task(fetcher(replace(manifest, files=(own,))))
         while not proxy.ranges:
             await asyncio.sleep(0.01)
