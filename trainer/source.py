@@ -92,7 +92,7 @@ class BatchSource:
 
     async def leave_out(self, step: int, problems: Mapping[str, str]) -> None:
         """Take episodes that cannot be trained out of the step; `take` then has the others. `problems`: by episode id,
-        the same on all ranks. Raises `PayloadsLost`."""
+        the same on all ranks. Raises `PayloadsLost`, `TrainerFenced`."""
         await self.close()  # where this rank was told to stop it still waits for the batch
         first = next(iter(problems.values()))
         await self._drop(step, list(problems), f"{len(problems)} episodes cannot be trained: {first}")
@@ -165,6 +165,7 @@ class BatchSource:
 
     async def _drop(self, step: int, episodes: Sequence[str], problem: str) -> None:
         if self._job.lost_payloads == "strict":
+            await self._queue.check_training()  # a later trainer has committed and freed what this one misses
             raise PayloadsLost(
                 f"step {step}: {problem}. transfer_queue.lost_payloads is strict; to drop and count them and continue: "
                 "penstock run RECIPE --resume transfer_queue.lost_payloads=drop"

@@ -11,7 +11,7 @@ from trainer_support import VOCAB, ProducingQueue, make_job
 
 from penstock.trainer import ModelLimits
 from penstock.trainer.source import BatchSource
-from penstock.transfer_queue import Limits
+from penstock.transfer_queue import BadPayload, Limits, TrainerFenced, Trajectory
 
 pytestmark = pytest.mark.torch
 
@@ -34,6 +34,24 @@ async def test_one_task_waits_for_a_step_after_episodes_left_it(tmp_path: Path) 
     assert await source.take(0, stop) is None
     assert sum(task.get_name() == "batch of step 0" for task in asyncio.all_tasks()) == 1
     await source.close()
+
+
+class OvertakenQueue(ProducingQueue):
+    """Another trainer claims the run when the first payload is read, and frees it."""
+
+    async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
+        if not self._state.trainer:
+            await self.beside().claim_training("the one in its place")
+        raise BadPayload(f"{episode_ids[0]}: no payload; its step is committed")
+
+
+async def test_an_overtaken_trainer_is_told_so_and_not_that_payloads_are_lost(tmp_path: Path) -> None:
+    queue = OvertakenQueue(Limits(group_size=4, groups_per_step=2, max_staleness=0))
+    queue.twin = True
+    job = make_job(tmp_path, "model", queue=queue, lost_payloads="strict")
+    source = BatchSource(job, None, ModelLimits(64, VOCAB, 16, None, None), 0, 1)
+    with pytest.raises(TrainerFenced, match="the one in its place"):
+        await source.take(0, asyncio.Event())
 
 
 async def test_ranks_share_a_step_of_the_archive_as_they_shared_it_from_the_queue(tmp_path: Path) -> None:
