@@ -11,7 +11,10 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections.abc import Coroutine, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -28,10 +31,11 @@ from penstock.deploy.run.launcher import (
 )
 from penstock.deploy.run.plan import rollout_role, service_roles
 from penstock.deploy.run.processes import RoleFailed
-from penstock.deploy.run.roles import context_of, fatal, sole_trainer
+from penstock.deploy.run.roles import context_of, fatal, sole_trainer, watched
 from penstock.deploy.run.supervisor import LocalPlacement, Supervisor
 from penstock.deploy.run.weights_folder import weights_dir, weights_entered
 from penstock.deploy.run_dir import RunDir
+from penstock.deploy.telemetry.metrics import MetricsTarget, RequestCounts, RoleState, head_served
 from penstock.service import BadKeys, ServiceContext, ServiceJob, parse_keys, run_service, serve_api
 from penstock.trainer import BadJob
 from penstock.trainer.service import check_settings
@@ -82,7 +86,15 @@ async def _serve(config: RunConfig, console: Console, *, host: str, port: int, m
                     for role in service_roles(config, link, words, model_name):
                         supervisor.add(role)
                     _say(console, run, f"http://{host}:{port}", model_name, key_file)
-                    await _until_over(supervisor, run, [*keepers, keeping])
+                    counts = RequestCounts()
+                    say = partial(console.print, markup=False, soft_wrap=True)
+                    work = [counts.follow(queue.requests, say), keep_logs_bounded(run.logs)]
+
+                    def states() -> list[RoleState]:
+                        return [RoleState(one.spec.name, one.state, one.restarts) for one in supervisor.members]
+
+                    async with head_served(config, run, link.token, queue, states, further=[counts]):
+                        await _until_over(supervisor, work, [*keepers, keeping])
 
 
 def _keys_of(run: RunDir) -> Path | None:
@@ -104,11 +116,11 @@ def _say(console: Console, run: RunDir, url: str, model_name: str, key_file: Pat
     console.print(f"    export TINKER_BASE_URL={url} TINKER_API_KEY={key}", markup=False, soft_wrap=True)
 
 
-async def _until_over(supervisor: Supervisor, run: RunDir, keepers: list[asyncio.Task[None]]) -> None:
-    helpers = [
-        asyncio.create_task(until_interrupted(asyncio.current_task()), name="interrupt"),
-        asyncio.create_task(keep_logs_bounded(run.logs), name="logs"),
-    ]
+async def _until_over(
+    supervisor: Supervisor, work: Sequence[Coroutine[Any, Any, None]], keepers: list[asyncio.Task[None]]
+) -> None:
+    """`work` runs meanwhile."""
+    helpers = [asyncio.create_task(one) for one in (until_interrupted(asyncio.current_task()), *work)]
     try:
         await supervisor.run([*helpers, *keepers])
     finally:
@@ -135,7 +147,8 @@ async def service_trainer(link: RunConnection, model_name: str) -> None:
         with fatal(BadJob, LogForgotten, TrainerFenced, NotPrivate):
             async with sole_trainer(run_dir):
                 with weights_entered(config, link.token):
-                    await run_service(job)
+                    who = MetricsTarget("", config.name, "service", "trainer")
+                    await watched(config, link, who, job.metrics.registry, run_service(job))
     finally:
         await queue.close()
 
@@ -148,6 +161,8 @@ async def service_api(link: RunConnection, host: str, port: int, model_name: str
     context = ServiceContext(queue.requests, folder, model_name, config.rollout.max_model_len, link.token)
     try:
         with frozen_start():
-            await serve_api(context, parse_keys(keys), host, port)
+            who = MetricsTarget("", config.name, "api", "api")
+            work = serve_api(context, parse_keys(keys), host, port)
+            await watched(config, link, who, context.metrics.registry, work)
     finally:
         await queue.close()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from starlette.types import ASGIApp
 
 from penstock.common import HttpServer, LimitBody, add_error_handlers, error_response, listen
 from penstock.service.keys import RequireKey
+from penstock.service.metrics import CountRefusals
 from penstock.service.record_routes import make_record_router
 from penstock.service.routes import RETRY_S, ServiceContext, make_router
 from penstock.transfer_queue import QueueUnavailable
@@ -19,12 +20,16 @@ MOST_BYTES = 64 << 20
 def make_app(context: ServiceContext, owners: Mapping[str, str]) -> ASGIApp:
     """`owners`: digest of a key → whose it is."""
     app = FastAPI(title="Penstock training service", docs_url=None, redoc_url=None)
-    # 429, since the SDK asks again after a pause; a 503 it repeats at once, without end.
-    busy = lambda error: error_response(429, "", f"Redis is away: {error}", retry_after_s=RETRY_S)  # noqa: E731
+
+    def busy(error: QueueUnavailable) -> Response:
+        """429, since the SDK asks again after a pause; a 503 it repeats at once, without end."""
+        context.metrics.refusals.labels("redis").inc()
+        return error_response(429, "", f"Redis is away: {error}", retry_after_s=RETRY_S)
+
     add_error_handlers(app, {QueueUnavailable: busy})
     app.include_router(make_router(context))
     app.include_router(make_record_router(context))
-    return RequireKey(LimitBody(app, MOST_BYTES), owners)
+    return CountRefusals(RequireKey(LimitBody(app, MOST_BYTES), owners), context.metrics)
 
 
 async def serve_api(context: ServiceContext, owners: Mapping[str, str], host: str, port: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.rollout_server import RolloutConfig
+from penstock.service.metrics import ServiceMetrics
 from penstock.trainer import TrainerConfig
 from penstock.transfer_queue import RequestResult, RunContext
 
@@ -27,6 +28,7 @@ class ServiceJob:
     """Published adapters are written here."""
     model_name: str
     """The base model as clients call it."""
+    metrics: ServiceMetrics = field(default_factory=ServiceMetrics)
 
 
 def failed(message: str, category: str = "user") -> RequestResult:
@@ -36,3 +38,9 @@ def failed(message: str, category: str = "user") -> RequestResult:
 
 def succeeded(**fields: Any) -> RequestResult:
     return RequestResult(JSON, json.dumps(fields).encode())
+
+
+def outcome_of(result: RequestResult) -> str:
+    """``done``, or the category of a result that says why the request failed."""
+    answer = json.loads(result.data) if result.content == JSON else {}
+    return str(answer["category"]) if "error" in answer else "done"

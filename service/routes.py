@@ -42,6 +42,7 @@ from penstock.service.calls import (
 )
 from penstock.service.futures import Futures
 from penstock.service.messages import PROTOBUF, BadMessage, ForwardCall, read_forward
+from penstock.service.metrics import ApiMetrics
 from penstock.trainer.service import LOSSES
 from penstock.transfer_queue import ClientRequest, RequestLog
 
@@ -67,6 +68,7 @@ class ServiceContext:
     secret: str
     """Signs downloads."""
     hold_s: float = HOLD_S
+    metrics: ApiMetrics = field(default_factory=ApiMetrics)
     futures: Futures = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +98,7 @@ async def submit(context: ServiceContext, request: ClientRequest) -> str:
         whose = (
             f"{MOST_WAITING} requests of {request.index}" if how == "full" else f"{MOST_OF_KEY} requests of this key"
         )
+        context.metrics.refusals.labels(how).inc()
         raise HttpError(429, "seq_id", f"{whose} have no result yet", retry_after_s=RETRY_S)
     if how in ("other", "old"):
         why = "is another request's" if how == "other" else "is done, and its result is no longer kept"

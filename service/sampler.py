@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from penstock.common import cancel_and_wait, gather_or_cancel
 from penstock.rollout_server import BadRequest, EngineError, GenerateRequest, RolloutClient, Sampling, find_model
 from penstock.service.calls import Sample, SamplerRecord
-from penstock.service.job import ServiceJob, failed
+from penstock.service.job import ServiceJob, failed, outcome_of
 from penstock.service.messages import PROTOBUF, SampledTokens, write_sample
 from penstock.trainer.service import BadRequestData
 from penstock.transfer_queue import Announcement, ClientRequest, QueueUnavailable, RequestLog, RequestResult
@@ -143,13 +143,14 @@ class SampleRunner:
         if rest := waiting[room:]:
             self._waiting[folder] = rest
         for request_id, request, call in waiting[:room]:
-            task = asyncio.create_task(self._answer(request_id, call, folder, self._version), name=request_id)
+            answer = self._answer(request_id, request, call, folder)
+            task = asyncio.create_task(answer, name=request_id)
             self._tasks[task] = request.owner
             task.add_done_callback(self._tasks.pop)
 
     async def _mount(self, folder: str | None) -> None:
         """Raises `OSError`, `ValueError` for an adapter that cannot be read, `TimeoutError`."""
-        self._mounted = UNMOUNTED
+        self._mounted, began = UNMOUNTED, time.monotonic()
         path = None if folder is None else self._job.folder / folder
         settings, weights = await asyncio.to_thread(self._models.peft_of, path)
         version = (await self._queue.status()).version + 1
@@ -160,6 +161,7 @@ class SampleRunner:
             while not await self._servers_have(version):  # noqa: ASYNC110 - Redis is asked
                 await asyncio.sleep(POLL_S)
         self._mounted, self._version, self._mounted_at = folder, version, time.monotonic()
+        self._job.metrics.mount_s.observe(self._mounted_at - began)
 
     async def _servers_have(self, version: int) -> bool:
         servers = await self._queue.servers()
@@ -168,18 +170,24 @@ class SampleRunner:
         return any(one.accepting for one in servers) and all(one.version == version for one in servers)
 
     # one sample ----------------------------------------------------------------------------------------------------
-    async def _answer(self, request_id: str, call: Sample, folder: str | None, version: int) -> None:
+    async def _answer(self, request_id: str, request: ClientRequest, call: Sample, folder: str | None) -> None:
+        metrics, version = self._job.metrics, self._version
+        began = metrics.started(request)
         try:
             scored = await self._prompt_logprobs(call, folder)
             sequences = await gather_or_cancel(
                 [self._sequence(call, number, version) for number in range(call.num_samples)]
             )
+            metrics.samples.labels(request.owner).inc(len(sequences))
+            metrics.tokens.labels(request.owner, "prompt").inc(len(call.prompt.ids))
+            metrics.tokens.labels(request.owner, "sampled").inc(sum(len(one.token_ids) for one in sequences))
             result = RequestResult(PROTOBUF, write_sample(sequences, scored))
         except (BadRequest, BadRequestData) as error:
             result = failed(str(error))
         except (EngineError, OSError) as error:
             logger.warning("sample %s: %s", request_id, error)
             result = failed(str(error), "server")
+        metrics.ended(request, outcome_of(result), began)
         await self._finish(request_id, result)
 
     async def _sequence(self, call: Sample, number: int, version: int) -> SampledTokens:

@@ -9,7 +9,6 @@ once, whatever is killed: what a point holds is not run again, what it lacks is.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import shutil
@@ -39,7 +38,7 @@ from penstock.service.calls import (
     checkpoint_folder,
     folder_name,
 )
-from penstock.service.job import JSON, ServiceJob, failed, succeeded
+from penstock.service.job import JSON, ServiceJob, failed, outcome_of, succeeded
 from penstock.service.messages import PROTOBUF, BadMessage, read_forward, write_forward
 from penstock.service.sampler import SampleRunner
 from penstock.trainer import AdamSettings, BadJob
@@ -85,6 +84,8 @@ class RequestRunner:
 
     def __init__(self, job: ServiceJob, models: ClientModels, requests: RequestLog, in_torch: TorchThread) -> None:
         self._job, self._models, self._requests, self._in_torch = job, models, requests, in_torch
+        self._metrics = job.metrics
+        self._metrics.adapters.set_function(lambda: len(models.names))
         self._position = 0
         """Requests of the log that are in the models."""
         self._steps: Counter[str] = Counter()
@@ -147,9 +148,12 @@ class RequestRunner:
         if request is None:
             raise LogForgotten(f"request {request_id} of the log is not there any more")
         before = await self._requests.result(request_id)
-        outcome = await (
-            self._settled(request, request_id) if before is None else self._repeated(request, request_id, before)
-        )
+        if before is None:
+            began = self._metrics.started(request)
+            outcome = await self._settled(request, request_id)
+            self._metrics.ended(request, outcome_of(outcome.result), began)
+        else:
+            outcome = await self._repeated(request, request_id, before)
         self._position += 1
         if outcome.is_point_due:
             # Before its result: what a checkpoint held may be removed as soon as a client sees that it is loaded.
@@ -180,8 +184,8 @@ class RequestRunner:
 
     async def _repeated(self, request: ClientRequest, request_id: str, before: RequestResult) -> Outcome:
         """Change again what the request has changed after the newest point. Its result is there already."""
-        if before.content == JSON and "error" in (answer := json.loads(before.data)):
-            if request.kind == "forward" and answer["category"] == "server":
+        if (outcome := outcome_of(before)) != "done":
+            if request.kind == "forward" and outcome == "server":
                 await self._in_torch(self._models.drop_gradients, _model_of(request))
         elif not request.kind.startswith("save"):
             await self._kinds[request.kind](request, request_id)
@@ -236,6 +240,8 @@ class RequestRunner:
         call = await asyncio.to_thread(read_forward, request.body)
         forward = partial(self._models.forward, backward=not call.forward_only)
         result = await self._in_torch(forward, call.model_id, call.data, call.loss)
+        tokens = self._metrics.tokens.labels(request.owner, "scored" if call.forward_only else "trained")
+        tokens.inc(sum(len(datum.ids) for datum in call.data))
         return Outcome(RequestResult(PROTOBUF, write_forward(result)))
 
     async def _step(self, request: ClientRequest, request_id: str) -> Outcome:

@@ -221,7 +221,7 @@ async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:
         restarts=int(os.environ.get(RESTARTS_VARIABLE) or 0),
     )
     spans = with_spans("agent", run.name, name, run_worker(job))
-    work = _watched(config, link, MetricsTarget("", run.name, "agent", name), job.metrics.registry, spans)
+    work = watched(config, link, MetricsTarget("", run.name, "agent", name), job.metrics.registry, spans)
     try:
         with fatal(AgentError, SandboxError, ToolConfigError):
             await _closing(client, _closing(queue, work))
@@ -283,7 +283,7 @@ async def train_rank(link: RunConnection) -> None:
     )
     work = train(job)
     if os.environ.get("RANK", "0") == "0":
-        work = _watched(config, link, MetricsTarget("", run.name, "trainer", "trainer"), metrics.registry, work)
+        work = watched(config, link, MetricsTarget("", run.name, "trainer", "trainer"), metrics.registry, work)
     final = (BadJob, DataError, UnknownName, BatchTimeout, TrainingDiverged, TooManyFiltered, NotSaved, NotResumable)
     with fatal(*final, PayloadsLost, TrainerFenced, OverBudget, NotPrivate):
         lock_s = TRAINER_LOCK_S + max(0.0, trainer_stop_s(config.trainer) - TRAINER_STOP_S)
@@ -317,7 +317,7 @@ async def sandbox(config: SandboxConfig, host: str, port: int) -> None:
         raise ConfigError(str(error)) from error
 
 
-async def _watched(
+async def watched(
     config: RunConfig,
     link: RunConnection,
     who: MetricsTarget,

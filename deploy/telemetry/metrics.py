@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,7 @@ from penstock.common.prometheus import metrics_app
 from penstock.common.tracing import export_spans
 from penstock.deploy.config import RunConfig, TelemetryConfig
 from penstock.deploy.run_dir import RunDir
-from penstock.transfer_queue import QueueError, QueueGauges, ServerInfo, Status, TransferQueue
+from penstock.transfer_queue import QueueError, QueueGauges, RequestLog, ServerInfo, Status, TransferQueue
 
 if TYPE_CHECKING:
     import socket
@@ -212,10 +212,48 @@ class RoleGauges(Collector):
         yield counter_family("penstock_run_role_restarts", "Starts after the first one", labels, restarts)
 
 
-def head_exporter(queue: TransferQueue, run: str, roles: Roles, every_s: float) -> QueueExporter:
-    """The queue's exporter with the head's own metrics in its registry."""
+class RequestCounts(Collector):
+    """Requests of each owner as Redis has them; none while Redis is away."""
+
+    def __init__(self, newest: Mapping[str, Mapping[str, int]] | None = None) -> None:
+        """`newest`: as `RequestLog.counts` returns them."""
+        self._newest = newest or {}
+
+    async def follow(self, requests: RequestLog, say: Callable[[str], None], every_s: float = 5.0) -> None:
+        """Reads them until it is cancelled. `say` gets one line for each change."""
+        said = ""
+        while True:
+            try:
+                self._newest = await requests.counts()
+            except QueueError as error:
+                logger.warning("counts of requests: %s", error)
+                self._newest = {}
+            if (line := self._line()) not in ("", said):
+                say(line)
+                said = line
+            await asyncio.sleep(every_s)
+
+    def _line(self) -> str:
+        """Empty before the first request."""
+        waiting, done = self._newest.get("waiting", {}), self._newest.get("done", {})
+        parts = [f"{owner}: {done.get(owner, 0)} requests done, {waits} wait" for owner, waits in waiting.items()]
+        return "; ".join(parts)
+
+    def collect(self) -> Iterator[Metric]:
+        waiting, done = self._newest.get("waiting", {}), self._newest.get("done", {})
+        text = "Accepted requests without a result"
+        yield gauge_family("penstock_service_waiting_requests", text, ["owner"], waiting)
+        text = "Requests that got a result, ever"
+        yield counter_family("penstock_service_done_requests", text, ["owner"], done)
+
+
+def head_exporter(
+    queue: TransferQueue, run: str, roles: Roles, every_s: float, further: Iterable[Collector] = ()
+) -> QueueExporter:
+    """The queue's exporter with the head's own metrics, and `further` ones, in its registry."""
     exporter = QueueExporter(queue, run, every_s)
-    exporter.registry.register(RoleGauges(run, roles))
+    for collector in (RoleGauges(run, roles), *further):
+        exporter.registry.register(collector)
     ProcessCollector(namespace="penstock", registry=exporter.registry)
     return exporter
 
@@ -228,12 +266,13 @@ async def head_served(  # noqa: PLR0917 - what `penstock run` has at its start
     queue: TransferQueue,
     roles: Roles,
     every_s: float = EVERY_S,
+    further: Iterable[Collector] = (),
 ) -> AsyncIterator[None]:
     """Serves the head's metrics for the length of the block. Files written for Prometheus are removed afterwards."""
     if not config.telemetry.metrics:
         yield
         return
-    exporter = head_exporter(queue, config.name, roles, every_s)
+    exporter = head_exporter(queue, config.name, roles, every_s, further)
     write_atomically(run.metrics_token, metrics_token(token), mode=0o600)
     _remove_addresses(run)
     who = MetricsTarget("", config.name, "head", "head")

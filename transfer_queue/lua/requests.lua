@@ -2,8 +2,8 @@
 
 -- part: requests
 -- needs: base
--- Requests without a result by owner; owners of requests that are due, the one whose turn is next first.
-local WAITING, OWNERS
+-- Requests without a result and with one by owner; owners of requests that are due, the one whose turn is next first.
+local WAITING, DONE, OWNERS
 
 local function request_key(id)
   return key('service:request:' .. id)
@@ -14,12 +14,12 @@ local function ready_key(owner)
 end
 
 -- each call:
-WAITING, OWNERS = key('service:waiting'), key('service:owners')
+WAITING, DONE, OWNERS = key('service:waiting'), key('service:done'), key('service:owners')
 
 -- script: submit_request
 -- needs: requests
 -- ARGV: id, owner, index (of whose numbers), number, digest, 1 if numbers are run in order from 1 without gaps, most that
--- wait of the index and of the owner, kind, body. Returns what happened to it, and the id that the number has.
+-- wait of the index and of the owner, kind, body, Unix time. Returns what happened to it, and the id that the number has.
 local id, owner, number, digest, ordered = ARGV[1], ARGV[2], ARGV[4], ARGV[5], ARGV[6] == '1'
 local index = key('service:index:' .. ARGV[3])
 local known = call('HGET', index, 'n:' .. number)
@@ -35,7 +35,8 @@ if not (ordered and tonumber(number) == tonumber(done or '0') + 1) then
   if tonumber(waiting or '0') >= tonumber(ARGV[7]) then return {'full', ''} end
   if tonumber(call('HGET', WAITING, owner) or '0') >= tonumber(ARGV[8]) then return {'quota', ''} end
 end
-call('HSET', request_key(id), 'owner', owner, 'kind', ARGV[9], 'body', ARGV[10], 'index', ARGV[3], 'number', number)
+call('HSET', request_key(id), 'owner', owner, 'kind', ARGV[9], 'body', ARGV[10], 'index', ARGV[3], 'number', number,
+  'accepted', ARGV[11])
 call('HSET', index, 'n:' .. number, id .. ' ' .. digest)
 call('HINCRBY', index, 'waiting', 1)
 call('HINCRBY', WAITING, owner, 1)
@@ -67,6 +68,7 @@ call('HSET', request, 'content', ARGV[2], 'result', ARGV[3])
 index = key('service:index:' .. index)
 call('HINCRBY', index, 'waiting', -1)
 call('HINCRBY', WAITING, owner, -1)
+call('HINCRBY', DONE, owner, 1)
 if call('SREM', key('service:open'), ARGV[1]) == 1 then
   call('HDEL', request, 'body')
   call('PEXPIRE', request, ARGV[4])

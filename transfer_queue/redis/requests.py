@@ -4,7 +4,7 @@
     penstock:{RUN}:service:index:NAME      hash: n:NUMBER → id and digest; of a model also `next`, which is not due yet
     penstock:{RUN}:service:ready:OWNER     list of an owner's ids that are due
     penstock:{RUN}:service:owners          list of the owners that have any; the first is the next to have its turn
-    penstock:{RUN}:service:waiting         hash: owner → requests without a result
+    penstock:{RUN}:service:waiting, done   hashes: owner → requests without a result, with one
     penstock:{RUN}:service:log, first      list of ids in the order in which they are run; how many are trimmed
     penstock:{RUN}:service:open            set: ids without an order that have no result
     penstock:{RUN}:service:records:KIND    hash: name → JSON
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from penstock.transfer_queue.errors import QueueError
@@ -44,6 +45,8 @@ class ClientRequest:
     """Run in the order of numbers, which begin with 1 and have no gaps."""
     digest: str = ""
     """Equal for repetitions of one request; empty: of kind and body."""
+    accepted: float = field(default_factory=time.time)
+    """Unix time, by the clock of the API's machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class RequestLog:
         no result; ``quota``: `of_owner` requests of the owner have none."""
         digest = request.digest or hashlib.sha256(request.kind.encode() + b"\0" + request.body).hexdigest()[:32]
         where = (request.index, request.number, digest, int(request.ordered), of_index, of_owner)
-        request_id, fields = secrets.token_hex(16), (request.kind, request.body)
+        request_id, fields = secrets.token_hex(16), (request.kind, request.body, request.accepted)
         how, its_id = await self._script("submit_request", request_id, request.owner, *where, *fields)
         return how.decode(), its_id.decode()
 
@@ -96,11 +99,22 @@ class RequestLog:
 
     async def request(self, request_id: str) -> ClientRequest | None:
         """None for one that is not there, or whose body is gone."""
-        fields = await self._command("HMGET", f"request:{request_id}", "owner", "kind", "body", "index", "number")
+        names = ("owner", "kind", "body", "index", "number", "accepted")
+        fields = await self._command("HMGET", f"request:{request_id}", *names)
         if None in fields:
             return None
-        owner, kind, body, index, number = fields
-        return ClientRequest(owner.decode(), kind.decode(), body, index.decode(), int(number))
+        owner, kind, body, index, number, accepted = fields
+        request = ClientRequest(owner.decode(), kind.decode(), body, index.decode(), int(number))
+        return replace(request, accepted=float(accepted))
+
+    async def counts(self) -> dict[str, dict[str, int]]:
+        """Requests by owner: those that are ``waiting`` for a result, and those that were ever ``done``."""
+        names = ("waiting", "done")
+        replies = await self._connection.many([("HGETALL", f"{self._prefix}service:{name}") for name in names])
+        return {
+            name: {owner.decode(): int(number) for owner, number in sorted(reply.items())}
+            for name, reply in zip(names, replies, strict=True)
+        }
 
     async def owner(self, request_id: str) -> str | None:
         owner = await self._command("HGET", f"request:{request_id}", "owner")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 from penstock.agent_loops import WorkerMetrics
-from penstock.deploy.telemetry.metrics import RoleState, head_exporter
-from penstock.rollout_server import RolloutMetrics
+from penstock.deploy.telemetry.metrics import RequestCounts, RoleState, head_exporter
+from penstock.rollout_server import RolloutConfig, RolloutMetrics
 from penstock.sandbox.server import SandboxMetrics
+from penstock.service import ServiceContext, ServiceJob
 from penstock.testing import MemoryTransferQueue
-from penstock.trainer import TrainerMetrics
-from penstock.transfer_queue import LengthDecile, ServerInfo, Status
+from penstock.trainer import TrainerConfig, TrainerMetrics
+from penstock.transfer_queue import ClientRequest, LengthDecile, RunContext, ServerInfo, Status
 
 STATUS = Status(
     3, 4, 2, {"ready": 1}, {"queued": 2}, 100,
@@ -42,11 +44,14 @@ def families(registry: CollectorRegistry) -> dict[str, Family]:
 def exporters() -> dict[str, dict[str, Family]]:
     """Role → its families."""
     registries = {"head": _head(), "trainer": _trainer(), "agent": _agent(), "rollout": _rollout()}
-    return {role: families(registry) for role, registry in {**registries, "sandbox": _sandbox()}.items()}
+    registries |= {"sandbox": _sandbox(), "service": _service(), "api": _api()}
+    return {role: families(registry) for role, registry in registries.items()}
 
 
 def _head() -> CollectorRegistry:
-    exporter = head_exporter(MemoryTransferQueue(), "mine", lambda: [RoleState("agent-0", "running", 0)], 1.0)
+    counts = RequestCounts({"waiting": {"alice": 1}, "done": {"alice": 2}})
+    roles = [RoleState("agent-0", "running", 0)]
+    exporter = head_exporter(MemoryTransferQueue(), "mine", lambda: roles, 1.0, further=[counts])
     exporter.newest, exporter.servers = STATUS, [ServerInfo("s0", "http://a", 1)]
     return exporter.registry
 
@@ -69,6 +74,22 @@ def _agent() -> CollectorRegistry:
 def _rollout() -> CollectorRegistry:
     metrics = RolloutMetrics()
     metrics.requests.labels("stop").inc()
+    return metrics.registry
+
+
+def _service() -> CollectorRegistry:
+    run = RunContext(queue=MemoryTransferQueue(), model="", token="")
+    metrics = ServiceJob(run, TrainerConfig(), RolloutConfig(), Path(), Path(), "m").metrics
+    request = ClientRequest("alice", "sample", b"", "sampler:s", 1)
+    metrics.ended(request, "done", metrics.started(request))
+    metrics.samples.labels("alice").inc()
+    metrics.tokens.labels("alice", "sampled").inc()
+    return metrics.registry
+
+
+def _api() -> CollectorRegistry:
+    metrics = ServiceContext(None, Path(), "m", 1, "").metrics  # type: ignore[arg-type]
+    metrics.refusals.labels("quota").inc()
     return metrics.registry
 
 
