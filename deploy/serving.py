@@ -142,6 +142,7 @@ async def service_trainer(link: RunConnection, model_name: str) -> None:
         folder=run_dir.root / "service",
         weights_dir=weights_dir(config, link.token),
         model_name=model_name,
+        log_bytes=config.transfer_queue.max_bytes // 2,
     )
     try:
         with fatal(BadJob, LogForgotten, TrainerFenced, NotPrivate):
@@ -158,11 +159,19 @@ async def service_api(link: RunConnection, host: str, port: int, model_name: str
     queue, config = await link.join()
     folder = RunDir.of(config).root / "service"
     keys = os.environ.get(KEYS_VARIABLE) or f"owner={(folder / 'key').read_text().strip()}"
-    context = ServiceContext(queue.requests, folder, model_name, config.rollout.max_model_len, link.token)
+    owners = parse_keys(keys)
+    context = ServiceContext(
+        queue.requests,
+        folder,
+        model_name,
+        config.rollout.max_model_len,
+        link.token,
+        owner_bytes=config.transfer_queue.max_bytes // 2 // len(set(owners.values())),
+    )
     try:
         with frozen_start():
             who = MetricsTarget("", config.name, "api", "api")
-            work = serve_api(context, parse_keys(keys), host, port)
+            work = serve_api(context, owners, host, port)
             await watched(config, link, who, context.metrics.registry, work)
     finally:
         await queue.close()

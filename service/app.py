@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from fastapi import FastAPI, Response
 from starlette.types import ASGIApp
 
-from penstock.common import HttpServer, LimitBody, add_error_handlers, error_response, listen
+from penstock.common import HttpServer, add_error_handlers, error_response, listen
+from penstock.service.bodies import BoundBodies
 from penstock.service.keys import RequireKey
 from penstock.service.metrics import CountRefusals
 from penstock.service.record_routes import make_record_router
 from penstock.service.routes import RETRY_S, ServiceContext, make_router
 from penstock.transfer_queue import QueueUnavailable
-
-MOST_BYTES = 64 << 20
 
 
 def make_app(context: ServiceContext, owners: Mapping[str, str]) -> ASGIApp:
@@ -29,7 +28,10 @@ def make_app(context: ServiceContext, owners: Mapping[str, str]) -> ASGIApp:
     add_error_handlers(app, {QueueUnavailable: busy})
     app.include_router(make_router(context))
     app.include_router(make_record_router(context))
-    return CountRefusals(RequireKey(LimitBody(app, MOST_BYTES), owners), context.metrics)
+    # A token of a prompt takes at most 16 bytes of JSON; what is left is for metadata.
+    json_bytes = (1 << 20) + 16 * context.context_length
+    bounded = BoundBodies(app, json_bytes, context.metrics, RETRY_S)
+    return CountRefusals(RequireKey(bounded, owners), context.metrics)
 
 
 async def serve_api(context: ServiceContext, owners: Mapping[str, str], host: str, port: int) -> None:

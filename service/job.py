@@ -28,6 +28,8 @@ class ServiceJob:
     """Published adapters are written here."""
     model_name: str
     """The base model as clients call it."""
+    log_bytes: int = 1 << 31
+    """Bytes of requests in Redis that have a result and are in no point, at most."""
     metrics: ServiceMetrics = field(default_factory=ServiceMetrics)
 
 

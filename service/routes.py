@@ -67,6 +67,8 @@ class ServiceContext:
     context_length: int
     secret: str
     """Signs downloads."""
+    owner_bytes: int = 1 << 30
+    """Bytes of an owner's requests without a result at most."""
     hold_s: float = HOLD_S
     metrics: ApiMetrics = field(default_factory=ApiMetrics)
     futures: Futures = field(init=False)
@@ -93,13 +95,18 @@ class ServiceContext:
 
 async def submit(context: ServiceContext, request: ClientRequest) -> str:
     """The id of the request, or of the one before that it repeats. Raises `HttpError`."""
-    how, request_id = await context.requests.submit(request, MOST_WAITING, MOST_OF_KEY)
-    if how in ("full", "quota"):
-        whose = (
-            f"{MOST_WAITING} requests of {request.index}" if how == "full" else f"{MOST_OF_KEY} requests of this key"
-        )
+    if len(request.body) > context.owner_bytes:
+        message = f"the body has {len(request.body)} bytes, and one key's requests at most {context.owner_bytes}"
+        raise HttpError(413, "", f"{message} (transfer_queue.max_bytes)")
+    how, request_id = await context.requests.submit(request, MOST_WAITING, MOST_OF_KEY, context.owner_bytes)
+    waiting = {
+        "full": f"{MOST_WAITING} requests of {request.index}",
+        "quota": f"{MOST_OF_KEY} requests of this key",
+        "bytes": f"requests of this key with {context.owner_bytes // 2} bytes (transfer_queue.max_bytes)",
+    }
+    if how in waiting:
         context.metrics.refusals.labels(how).inc()
-        raise HttpError(429, "seq_id", f"{whose} have no result yet", retry_after_s=RETRY_S)
+        raise HttpError(429, "seq_id", f"{waiting[how]} have no result yet", retry_after_s=RETRY_S)
     if how in ("other", "old"):
         why = "is another request's" if how == "other" else "is done, and its result is no longer kept"
         raise HttpError(422, "seq_id", f"number {request.number} of {request.index} {why}")

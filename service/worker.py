@@ -90,6 +90,8 @@ class RequestRunner:
         """Requests of the log that are in the models."""
         self._steps: Counter[str] = Counter()
         """Optimizer steps of each model since the newest point."""
+        self._log_bytes = 0
+        """Bytes of the requests since the newest point, about."""
         self._is_stopping = False
         self._kinds: Mapping[str, Callable[[ClientRequest, str], Awaitable[Outcome]]] = {
             "create_model": self._create,
@@ -155,15 +157,21 @@ class RequestRunner:
         else:
             outcome = await self._repeated(request, request_id, before)
         self._position += 1
+        self._log_bytes += len(request.body) + 512  # its other fields
         if outcome.is_point_due:
             # Before its result: what a checkpoint held may be removed as soon as a client sees that it is loaded.
             await self._write_point(outcome.note(request_id))
         await self._finish(request_id, outcome)
         if outcome.is_point_due:
             await self._requests.trim(self._position)
-        elif self._steps[_model_of(request)] >= self._job.config.checkpoint_every:
+        elif self._is_point_due(request):
             await self._write_point()
             await self._requests.trim(self._position)
+
+    def _is_point_due(self, request: ClientRequest) -> bool:
+        """True after enough steps of the request's model, or bytes, which clients send without any step too."""
+        steps = self._steps[_model_of(request)]
+        return steps >= self._job.config.checkpoint_every or self._log_bytes > self._job.log_bytes
 
     async def _settled(self, request: ClientRequest, request_id: str) -> Outcome:
         """The outcome, also of a request that fails."""
@@ -197,6 +205,7 @@ class RequestRunner:
     async def _write_point(self, note: Mapping[str, Any] | None = None) -> None:
         await self._in_torch(self._models.write_point, self._points, self._position, note)
         self._steps.clear()
+        self._log_bytes = 0
 
     # kinds ---------------------------------------------------------------------------------------------------------
     async def _create(self, request: ClientRequest, request_id: str) -> Outcome:
@@ -313,6 +322,7 @@ class RequestRunner:
         over = [name for name in self._models.names if name.partition(":")[0] in ended]
         for model_id in over:
             await self._in_torch(self._models.remove, model_id)
+            await self._requests.end_waiting(f"model:{model_id}", failed("the session has ended"))
         if over:
             await self._write_point()
             await self._requests.trim(self._position)

@@ -221,16 +221,16 @@ class RequestCounts(Collector):
 
     async def follow(self, requests: RequestLog, say: Callable[[str], None], every_s: float = 5.0) -> None:
         """Reads them until it is cancelled. `say` gets one line for each change."""
-        said = ""
+        last = ""
         while True:
             try:
                 self._newest = await requests.counts()
             except QueueError as error:
                 logger.warning("counts of requests: %s", error)
                 self._newest = {}
-            if (line := self._line()) not in ("", said):
+            if (line := self._line()) not in ("", last):
                 say(line)
-                said = line
+                last = line
             await asyncio.sleep(every_s)
 
     def _line(self) -> str:
@@ -243,6 +243,8 @@ class RequestCounts(Collector):
         waiting, done = self._newest.get("waiting", {}), self._newest.get("done", {})
         text = "Accepted requests without a result"
         yield gauge_family("penstock_service_waiting_requests", text, ["owner"], waiting)
+        text, waiting = "Bytes of their bodies", self._newest.get("bytes", {})
+        yield gauge_family("penstock_service_waiting_bytes", text, ["owner"], waiting)
         text = "Requests that got a result, ever"
         yield counter_family("penstock_service_done_requests", text, ["owner"], done)
 

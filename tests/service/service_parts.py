@@ -35,6 +35,7 @@ class Service:
     def __init__(self, url: str, run: str, model: str, folder: Path) -> None:
         self._url, self._run, self._model, self.folder = url, run, model, folder
         self._stack = AsyncExitStack()
+        self.log_bytes = 1 << 31
         self._trainer: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -63,7 +64,7 @@ class Service:
         from penstock.trainer.service import ClientModels
 
         run = RunContext(queue=self.queue, model=self._model, token=secrets.token_hex(16))
-        job = ServiceJob(run, CONFIG, RolloutConfig(), self.folder, self.folder / "weights", NAME)
+        job = ServiceJob(run, CONFIG, RolloutConfig(), self.folder, self.folder / "weights", NAME, self.log_bytes)
         self._in_torch = TorchThread(1)
         models = await self._in_torch(ClientModels, self._model, CONFIG, ranks)
         self.runner = RequestRunner(job, models, self.queue.requests, self._in_torch)

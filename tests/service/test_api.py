@@ -265,6 +265,18 @@ async def test_steps_of_other_models_make_no_point(service: Service, client: Cli
     assert await point_after(one, 4) == 8
 
 
+async def test_requests_without_any_step_leave_redis_by_their_bytes(service: Service, ranks: Ranks) -> None:
+    service.log_bytes = 1000
+    await service.start_trainer(ranks)
+    client = service.client()
+    model = await client.model()
+    requests = [await client.forward(model, number, only=True) for number in (1, 2, 3)]
+    for request in requests:
+        await client.result(request)
+    assert await service.queue.requests.request(requests[0]) is None
+    assert (await client.result(await client.forward(model, 4))).metrics["loss:sum"] > 0
+
+
 @pytest.mark.parametrize("killed_after", [0, 2, 5, 7])
 async def test_a_trainer_that_is_killed_applies_every_request_once(
     service: Service, ranks: Ranks, killed_after: int

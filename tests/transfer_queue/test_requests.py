@@ -9,7 +9,7 @@ from penstock.transfer_queue import ClientRequest, LogForgotten, Record, RedisTr
 pytestmark = pytest.mark.redis
 
 
-BOUNDS = (9, 99)
+BOUNDS = (9, 99, 1000)
 
 
 def request_of(
@@ -47,9 +47,9 @@ async def test_a_repeated_request_gets_the_first_id_and_the_first_result(queue: 
             await requests.read(position, 1)
 
 
-@pytest.mark.parametrize(("bounds", "refusal"), [((2, 99), "full"), ((99, 2), "quota")])
+@pytest.mark.parametrize(("bounds", "refusal"), [((2, 99, 99), "full"), ((99, 2, 99), "quota")])
 async def test_a_request_too_many_of_a_model_or_an_owner_is_refused_until_one_has_a_result(
-    queue: RedisTransferQueue, bounds: tuple[int, int], refusal: str
+    queue: RedisTransferQueue, bounds: tuple[int, int, int], refusal: str
 ) -> None:
     _, first = await queue.requests.submit(request_of(1), *bounds)
     await queue.requests.submit(request_of(2), *bounds)
@@ -60,9 +60,9 @@ async def test_a_request_too_many_of_a_model_or_an_owner_is_refused_until_one_ha
     assert (await queue.requests.submit(request_of(3), *bounds))[0] == "new"
 
 
-@pytest.mark.parametrize("bounds", [(2, 99), (99, 2)])
+@pytest.mark.parametrize("bounds", [(2, 99, 99), (99, 2, 99), (99, 99, 4)])
 async def test_the_request_that_a_model_waits_for_is_never_too_many(
-    queue: RedisTransferQueue, bounds: tuple[int, int]
+    queue: RedisTransferQueue, bounds: tuple[int, int, int]
 ) -> None:
     """Refused, it would wait for ever for the ones that wait for it: the client sends later parts of a call first."""
     later = [(await queue.requests.submit(request_of(number), *bounds))[1] for number in (3, 2)]

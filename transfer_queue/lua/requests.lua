@@ -2,8 +2,9 @@
 
 -- part: requests
 -- needs: base
--- Requests without a result and with one by owner; owners of requests that are due, the one whose turn is next first.
-local WAITING, DONE, OWNERS
+-- By owner: requests without a result, the bytes of their bodies, and requests with one. Owners of requests that are due,
+-- the one whose turn is next first.
+local WAITING, BYTES, DONE, OWNERS
 
 local function request_key(id)
   return key('service:request:' .. id)
@@ -13,13 +14,24 @@ local function ready_key(owner)
   return key('service:ready:' .. owner)
 end
 
+-- Gives a request without a result one, which is the end of its counts.
+local function set_result(id, index, owner, content, result)
+  call('HINCRBY', key('service:index:' .. index), 'waiting', -1)
+  call('HINCRBY', WAITING, owner, -1)
+  call('HINCRBY', BYTES, owner, -call('HSTRLEN', request_key(id), 'body'))
+  call('HINCRBY', DONE, owner, 1)
+  call('HSET', request_key(id), 'content', content, 'result', result)
+end
+
 -- each call:
-WAITING, DONE, OWNERS = key('service:waiting'), key('service:done'), key('service:owners')
+WAITING, BYTES = key('service:waiting'), key('service:bytes')
+DONE, OWNERS = key('service:done'), key('service:owners')
 
 -- script: submit_request
 -- needs: requests
 -- ARGV: id, owner, index (of whose numbers), number, digest, 1 if numbers are run in order from 1 without gaps, most that
--- wait of the index and of the owner, kind, body, Unix time. Returns what happened to it, and the id that the number has.
+-- wait of the index and of the owner, kind, body, Unix time, most bytes of the owner. Returns what happened to it, and the
+-- id that the number has.
 local id, owner, number, digest, ordered = ARGV[1], ARGV[2], ARGV[4], ARGV[5], ARGV[6] == '1'
 local index = key('service:index:' .. ARGV[3])
 local known = call('HGET', index, 'n:' .. number)
@@ -30,8 +42,13 @@ end
 local next = tonumber(call('HGET', index, 'next') or '1')
 if ordered and tonumber(number) < next then return {'old', ''} end
 local waiting, done = unpack(call('HMGET', index, 'waiting', 'done'))
--- The request that a model waits for is always taken: the later ones that fill the bounds wait for it.
-if not (ordered and tonumber(number) == tonumber(done or '0') + 1) then
+-- The request that a model waits for is taken beyond the bounds: the later ones that fill them wait for it. Such requests
+-- can be run at once, so they may have a bound too, of bytes.
+local bytes, most = tonumber(call('HGET', BYTES, owner) or '0') + #ARGV[10], tonumber(ARGV[12])
+if ordered and tonumber(number) == tonumber(done or '0') + 1 then
+  if bytes > most then return {'bytes', ''} end
+else
+  if bytes > most / 2 then return {'bytes', ''} end
   if tonumber(waiting or '0') >= tonumber(ARGV[7]) then return {'full', ''} end
   if tonumber(call('HGET', WAITING, owner) or '0') >= tonumber(ARGV[8]) then return {'quota', ''} end
 end
@@ -40,6 +57,7 @@ call('HSET', request_key(id), 'owner', owner, 'kind', ARGV[9], 'body', ARGV[10],
 call('HSET', index, 'n:' .. number, id .. ' ' .. digest)
 call('HINCRBY', index, 'waiting', 1)
 call('HINCRBY', WAITING, owner, 1)
+call('HINCRBY', BYTES, owner, #ARGV[10])
 if not ordered then
   call('SADD', key('service:open'), id)
   return {'new', id}
@@ -64,11 +82,8 @@ for i = 5, #ARGV, 3 do
   if ARGV[i + 2] == '' then call('HDEL', key('service:records:' .. ARGV[i]), ARGV[i + 1])
   else call('HSET', key('service:records:' .. ARGV[i]), ARGV[i + 1], ARGV[i + 2]) end
 end
-call('HSET', request, 'content', ARGV[2], 'result', ARGV[3])
+set_result(ARGV[1], index, owner, ARGV[2], ARGV[3])
 index = key('service:index:' .. index)
-call('HINCRBY', index, 'waiting', -1)
-call('HINCRBY', WAITING, owner, -1)
-call('HINCRBY', DONE, owner, 1)
 if call('SREM', key('service:open'), ARGV[1]) == 1 then
   call('HDEL', request, 'body')
   call('PEXPIRE', request, ARGV[4])
@@ -77,6 +92,24 @@ else
   call('HSET', index, 'done', number)
 end
 return 1
+
+-- script: end_waiting_requests
+-- needs: requests
+-- ARGV: index, content type, result, retention in ms. What waits behind a gap in the index's numbers gets that result, and
+-- its number is free. Returns how many there were.
+local index, ended = key('service:index:' .. ARGV[1]), 0
+local next, fields = tonumber(call('HGET', index, 'next') or '1'), call('HGETALL', index)
+for i = 1, #fields, 2 do
+  local number, id = tonumber(string.match(fields[i], '^n:(%d+)$') or '0'), string.match(fields[i + 1], '^%S+')
+  if number > next then
+    set_result(id, ARGV[1], call('HGET', request_key(id), 'owner'), ARGV[2], ARGV[3])
+    call('HDEL', request_key(id), 'body')
+    call('PEXPIRE', request_key(id), ARGV[4])
+    call('HDEL', index, fields[i])
+    ended = ended + 1
+  end
+end
+return ended
 
 -- script: read_requests
 -- needs: requests

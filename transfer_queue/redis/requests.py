@@ -5,6 +5,7 @@
     penstock:{RUN}:service:ready:OWNER     list of an owner's ids that are due
     penstock:{RUN}:service:owners          list of the owners that have any; the first is the next to have its turn
     penstock:{RUN}:service:waiting, done   hashes: owner → requests without a result, with one
+    penstock:{RUN}:service:bytes           hash: owner → bytes of the bodies of requests without a result
     penstock:{RUN}:service:log, first      list of ids in the order in which they are run; how many are trimmed
     penstock:{RUN}:service:open            set: ids without an order that have no result
     penstock:{RUN}:service:records:KIND    hash: name → JSON
@@ -28,7 +29,7 @@ from penstock.transfer_queue.redis.keys import Keys
 
 RETENTION_S = 24 * 3600.0
 """For how long a result can be fetched."""
-Submission = Literal["new", "known", "other", "old", "full", "quota"]
+Submission = Literal["new", "known", "other", "old", "full", "quota", "bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,16 @@ class RequestLog:
     def __init__(self, connection: Connection, keys: Keys) -> None:
         self._connection, self._prefix = connection, keys.index
 
-    async def submit(self, request: ClientRequest, of_index: int, of_owner: int) -> tuple[Submission, str]:
+    async def submit(
+        self, request: ClientRequest, of_index: int, of_owner: int, owner_bytes: int
+    ) -> tuple[Submission, str]:
         """(what happened, the id that the request's number has): ``known`` for a repetition, ``other`` for another
         request of that number, ``old`` for a number that is forgotten. ``full``: `of_index` requests of the index have
-        no result; ``quota``: `of_owner` requests of the owner have none."""
+        no result; ``quota``: `of_owner` requests of the owner have none; ``bytes``: they have half of `owner_bytes`;
+        the other half is for requests that their model waits for."""
         digest = request.digest or hashlib.sha256(request.kind.encode() + b"\0" + request.body).hexdigest()[:32]
         where = (request.index, request.number, digest, int(request.ordered), of_index, of_owner)
-        request_id, fields = secrets.token_hex(16), (request.kind, request.body, request.accepted)
+        request_id, fields = secrets.token_hex(16), (request.kind, request.body, request.accepted, owner_bytes)
         how, its_id = await self._script("submit_request", request_id, request.owner, *where, *fields)
         return how.decode(), its_id.decode()
 
@@ -108,8 +112,9 @@ class RequestLog:
         return replace(request, accepted=float(accepted))
 
     async def counts(self) -> dict[str, dict[str, int]]:
-        """Requests by owner: those that are ``waiting`` for a result, and those that were ever ``done``."""
-        names = ("waiting", "done")
+        """Requests by owner: those that are ``waiting`` for a result, the ``bytes`` of their bodies, and those that
+        were ever ``done``."""
+        names = ("waiting", "bytes", "done")
         replies = await self._connection.many([("HGETALL", f"{self._prefix}service:{name}") for name in names])
         return {
             name: {owner.decode(): int(number) for owner, number in sorted(reply.items())}
@@ -140,6 +145,11 @@ class RequestLog:
         """Drop the bodies before `position`: what they changed is durable, and they are never run again."""
         # The last 1,000 requests of each model stay known after they leave the log: a late repetition finds its result.
         await self._script("trim_requests", position, round(RETENTION_S * 1000), 1000)
+
+    async def end_waiting(self, index: str, result: RequestResult) -> int:
+        """Give `result` to the requests of an index that wait for numbers that are not here; returns how many."""
+        retention_ms = round(RETENTION_S * 1000)
+        return int(await self._script("end_waiting_requests", index, result.content, result.data, retention_ms))
 
     # records -------------------------------------------------------------------------------------------------------
     async def put(self, record: Record) -> None:

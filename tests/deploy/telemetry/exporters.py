@@ -49,7 +49,7 @@ def exporters() -> dict[str, dict[str, Family]]:
 
 
 def _head() -> CollectorRegistry:
-    counts = RequestCounts({"waiting": {"alice": 1}, "done": {"alice": 2}})
+    counts = RequestCounts({"waiting": {"alice": 1}, "bytes": {"alice": 9}, "done": {"alice": 2}})
     roles = [RoleState("agent-0", "running", 0)]
     exporter = head_exporter(MemoryTransferQueue(), "mine", lambda: roles, 1.0, further=[counts])
     exporter.newest, exporter.servers = STATUS, [ServerInfo("s0", "http://a", 1)]
