@@ -14,11 +14,13 @@ COLUMNS: Mapping[str, str] = {
     "trains": "rows",
     "publishes": "published",
     "lora": "LoRA",
+    "experts": "experts over ranks",
+    "context": "tokens over ranks",
     "vllm": "vLLM",
     "sglang": "SGLang",
     "megatron": "megatron",
 }
-CHEAP = ("trains", "publishes", "lora")
+CHEAP = ("trains", "publishes", "lora", "experts", "context")
 """Columns that a default test fills anew."""
 UNKNOWN = "–"
 TEXT = Path(__file__).with_name("models.md")

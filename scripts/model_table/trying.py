@@ -4,6 +4,8 @@ trains      logprobs and gradients of a pack in float32 against those of each ro
             `eager` attention and experts
 publishes   names, shapes and values against the model's files, and the names against those on the hub
 LoRA        one update of low-rank matrices alone, and the names of what they are merged into
+experts     whether two ranks may share out the experts of a layer
+context     whether two ranks may share out the tokens of a pack
 """
 
 from __future__ import annotations
@@ -16,20 +18,25 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from scripts.model_table.families import FAMILIES, Family
+from scripts.model_table.page import CHEAP, UNKNOWN
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer import BadJob, Pack, Ranks, TrainerConfig
 from penstock.trainer.batch import Row, number_tokens
 from penstock.trainer.engines.fsdp import FSDPEngine
+from penstock.trainer.engines.fsdp.experts import experts_of
 from penstock.trainer.engines.fsdp.rows import RowPlan
+from penstock.trainer.engines.fsdp.sharded import check_context
+from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel
 from penstock.trainer.packing import RowLayout, join_rows
+from penstock.trainer.ranks.layout import RankLayout
 
 SAME = 2e-4
 """Largest difference of a logprob, and of a gradient over the largest of its parameter or 1: ten times what float32
 makes of the families on the slowest kernels of a CPU. Rows that reach each other differ by much more."""
 LENGTHS = (37, 5, 70, 41, 23)
-ON_THE_HUB = "yes"
+ACCEPTED = "yes"
 
 
 def try_families(models: Path) -> dict[str, dict[str, str]]:
@@ -48,11 +55,13 @@ def try_family(family: Family, folder: Path, ranks: Ranks) -> dict[str, str]:
     try:
         engine = FSDPEngine(model, TrainerConfig(lr=1e-3), ranks)
     except BadJob as error:
-        return {"trains": f"refused: {error}", "publishes": "–", "lora": "–"}
+        return {"trains": f"refused: {error}", **dict.fromkeys(CHEAP[1:], UNKNOWN)}
     return {
         "trains": _trains(engine, model),
         "publishes": _publishes(engine, family, folder),
         "lora": _lora(model, ranks),
+        "experts": _experts(engine),
+        "context": _context(engine),
     }
 
 
@@ -133,7 +142,7 @@ def _publishes(engine: FSDPEngine, family: Family, folder: Path) -> str:
     if published.keys() != stored.keys() or all(torch.equal(stored[name], published[name]) for name in stored):
         return "WRONG: an update changes nothing"
     engine.save_model(folder / "published")
-    return ON_THE_HUB
+    return ACCEPTED
 
 
 def _update(engine: FSDPEngine) -> None:
@@ -169,3 +178,21 @@ def _left_out(engine: FSDPEngine, targets: set[str]) -> str:
     own = {name.removesuffix(".base_layer").rpartition(".")[2] for name in linear if ".lora_" not in name}
     experts = ["the experts"] * any("experts" in name for name, _ in model.named_parameters())
     return ", ".join([*experts, *(f"`{name}`" for name in sorted(own - reached))])
+
+
+def _experts(engine: FSDPEngine) -> str:
+    if not any("experts" in name for name, _ in engine.policy.model.named_parameters()):
+        return "none"
+    try:
+        experts_of(engine.policy.model, 2)
+    except CannotSplitModel as error:
+        return f"refused: {error}"
+    return ACCEPTED
+
+
+def _context(engine: FSDPEngine) -> str:
+    try:
+        check_context(engine.policy, RankLayout(context=2))
+    except CannotSplitModel as error:
+        return f"refused: {error}"
+    return ACCEPTED

@@ -2,14 +2,15 @@
 
 On a GPU in half precision by torch's variable-length flash attention, in one kernel; elsewhere row by row: a
 block-diagonal mask over the whole pack would give the same numbers, but a CPU computes every masked block, and 2,000
-packed tokens of short rows then run at a third of the speed. Scores that are capped (Gemma 2) have no kernel and are
-computed a tile at a time. Registered with transformers, so that any model built on its attention interface takes it.
+packed tokens of short rows then run at a third of the speed. Scores that are capped (Gemma 2) or have sinks (gpt-oss)
+have no kernel and are computed a tile at a time. Registered with transformers, so that any model built on its attention
+interface takes it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -42,8 +43,8 @@ HARMLESS = frozenset(
     }
 )
 """Arguments of transformers' models that reach attention and change no score."""
-CAPPED_TILE = 512
-"""Queries whose capped scores exist at a time."""
+QUERY_TILE = 512
+"""Queries whose scores exist at a time where no kernel computes them."""
 
 
 class UnsupportedAttention(ValueError):
@@ -80,14 +81,15 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
     cu_seq_lens_q: Tensor | None = None,
     context: ContextGroup | None = None,
     seen: VisibleKeys | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query [1, H, L, D], key and value [1, H_kv, L, D] → [1, L, H, D]. Raises `NoBounds` where the rows' bounds do not
     arrive, and `UnsupportedAttention` for arguments that it does not know.
 
     With `context`, L is this rank's part of the tokens, and the bounds are those of the whole pack. `seen`: made once
-    for all layers; None: it is read from the bounds, and the host waits for the device. Models are loaded without
-    dropout (`models.load_model`).
+    for all layers; None: it is read from the bounds, and the host waits for the device. `s_aux`: [H] sinks. Models are
+    loaded without dropout (`models.load_model`).
     """
     assert dropout == 0.0
     _refuse_unknown(module, {**others, "attention_mask": attention_mask})
@@ -98,19 +100,22 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
         query, key, value = (context.to_heads(part) for part in (query, key, value))
+        s_aux = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
     seen = seen or VisibleKeys.of(cu_seq_lens_q, cu_seq_lens_q.diff())
     key, value = seen.of_runs(key), seen.of_runs(value)
-    if softcap is None and query.is_cuda and query.dtype in HALF and KERNEL:
+    if softcap is None and s_aux is None and query.is_cuda and query.dtype in HALF and KERNEL:
         joined = attend_by_kernel(query, key, value, seen, scaling=scaling, window=sliding_window)
     else:
-        joined = attend_by_row(query, key, value, seen, scaling=scaling, window=sliding_window, softcap=softcap)
+        joined = attend_by_row(
+            query, key, value, seen, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
     if context is not None:
         joined = context.to_tokens(joined)
     return joined.transpose(1, 2).contiguous(), None
 
 
 def _refuse_unknown(module: nn.Module, arguments: dict[str, Any]) -> None:
-    """An argument that changes the scores (a mask, sinks, chosen keys) would be lost, and every gradient wrong."""
+    """An argument that changes the scores (a mask, chosen keys) would be lost, and every gradient wrong."""
     unknown = {name for name, value in arguments.items() if value is not None and name not in HARMLESS}
     if arguments.get("is_causal") is True:
         unknown.discard("is_causal")
@@ -180,12 +185,14 @@ def attend_by_row(
     scaling: float | None,
     window: int | None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     queries, keys = list(seen.query_lengths), list(seen.key_lengths)
     rows = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)
-    if softcap is None:
+    if softcap is None and sinks is None:
         return torch.cat([_one_row(q, k, v, scaling, window) for q, k, v in rows], dim=2)
-    return torch.cat([_capped_row(q, k, v, scaling=scaling, window=window, softcap=softcap) for q, k, v in rows], dim=2)
+    tile_of = partial(_tile, scaling=scaling, window=window, softcap=softcap)
+    return torch.cat([_row_in_tiles(tile_of, q, k, v, sinks, window=window) for q, k, v in rows], dim=2)
 
 
 def _one_row(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None) -> Tensor:
@@ -205,29 +212,42 @@ def _visible_mask(length: int, keys: int, window: int | None, device: torch.devi
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _capped_row(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None, softcap: float
+def _row_in_tiles(
+    tile_of: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *, window: int | None
 ) -> Tensor:
-    """Compute `_one_row` a tile of queries at a time, each computed again in the backward: no kernel caps scores, and a
-    row's own would take H · L² numbers."""
-    tile_of = partial(_capped_tile, scaling=scaling, window=window, softcap=softcap)
+    """Compute `_one_row` a tile of queries at a time, each computed again in the backward: a row's own scores would
+    take H · L² numbers."""
     end, tiles = k.shape[2] - q.shape[2], []
-    for tile in q.split(CAPPED_TILE, dim=2):
+    for tile in q.split(QUERY_TILE, dim=2):
         end += tile.shape[2]
-        tiles.append(checkpoint(tile_of, tile, k[:, :, :end], v[:, :, :end], use_reentrant=False))
+        keys = slice(0 if window is None else max(0, end - tile.shape[2] - window + 1), end)
+        tiles.append(checkpoint(tile_of, tile, k[:, :, keys], v[:, :, keys], sinks, use_reentrant=False))
     return torch.cat(tiles, dim=2)
 
 
-def _capped_tile(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None, softcap: float
+def _tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    *,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    """softmax(softcap · tanh(scaling · q·k / softcap)) · v; Gemma Team 2024, "Gemma 2" (arXiv:2408.00118), section 2"""
+    """softmax(scores) · v, with scores = c · tanh(scaling · q·k / c) if capped: Gemma Team 2024, "Gemma 2"
+    (arXiv:2408.00118), section 2. A head's sink is one more score, whose share has no value: Xiao et al. 2024
+    (arXiv:2309.17453), section 3.3."""
     times = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~_visible_mask(q.shape[2], k.shape[2], window, q.device), -torch.inf)
-    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+    if sinks is not None:
+        of_head = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, of_head], dim=-1)
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]] @ v
 
 
 AttentionInterface.register(NAME, packed_attention)

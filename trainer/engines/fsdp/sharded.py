@@ -199,7 +199,7 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
         split_over(module, mesh.tensor)
     experts = [] if mesh.expert is None else split_experts(module.model, mesh.expert)
     if mesh.context is not None:
-        _check_context(module, ranks.layout)
+        check_context(module, ranks.layout)
         module.context = mesh.context
     computed = getattr(torch, config.dtype)
     as_kept = {parameter.dtype for parameter in module.parameters()} == {computed}
@@ -231,12 +231,18 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
     return module
 
 
-def _check_context(module: Any, layout: RankLayout) -> None:
+def check_context(module: Any, layout: RankLayout) -> None:
     """Raises `CannotSplitModel` for a model with another attention, or with too few heads."""
     model = module.model
     used, heads = model.config._attn_implementation, model.config.get_text_config().num_attention_heads
     if used != attention.NAME:
-        raise CannotSplitModel(f"{type(model).__name__} runs with attention {used}; set trainer.parallel.context to 1")
+        kinds = (type(part).__name__ for part in model.modules())
+        layer = next((kind for kind in kinds if "Attention" in kind), type(model).__name__)
+        because = module.rows.unpacked_because or f"its attention is {used}"
+        raise CannotSplitModel(
+            f"{layer} exchanges tokens between ranks in packed rows alone, and of {type(model).__name__} {because}: "
+            "set trainer.parallel.context to 1"
+        )
     if heads // layout.tensor % layout.context:
         raise CannotSplitModel(
             f"the model's {heads} heads over trainer.parallel.tensor={layout.tensor} ranks are no multiple of "

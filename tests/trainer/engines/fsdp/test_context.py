@@ -1,5 +1,5 @@
 """Ranks that share out a pack's tokens give what one rank's plain forward gives, judged in float64: also of models
-whose layers carry a state from token to token."""
+whose layers carry a state from token to token, or whose heads have sinks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from plain_steps import STEPS, assert_equal, launch, plain
 from scripts.model_table.families import FAMILIES
 
 pytestmark = pytest.mark.torch
-MIXTURES = ("Qwen3Next", "GraniteMoeHybrid")
+MIXTURES = ("Qwen3Next", "GraniteMoeHybrid", "GptOss")
 """Their routes are replayed: float32 and float64 may choose otherwise between two experts."""
-WITH_STATE = ("Qwen3_5", "Qwen3Next", "NemotronH", "GraniteMoeHybrid", "Bamba", "FalconH1", "Lfm2")
+KINDS = ("GptOss", "Qwen3_5", "Qwen3Next", "NemotronH", "GraniteMoeHybrid", "Bamba", "FalconH1", "Lfm2")
 
 
 def check(ranks: int, kinds: tuple[str, ...], folder: Path) -> None:
@@ -33,5 +33,5 @@ def test_states_cross_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_states_of_every_family_cross_ranks(ranks: int, tmp_path: Path) -> None:
-    check(ranks, WITH_STATE, tmp_path)
+def test_states_and_sinks_of_every_family_cross_ranks(ranks: int, tmp_path: Path) -> None:
+    check(ranks, KINDS, tmp_path)

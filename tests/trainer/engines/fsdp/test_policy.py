@@ -44,6 +44,7 @@ def plain_logprobs(model: str, row: Row, temperature: float = 1.0) -> torch.Tens
 
 
 CAPPED = {"initializer_range": 0.6, "sliding_window": 16, "attn_logit_softcapping": 1.0}
+SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16}
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ CAPPED = {"initializer_range": 0.6, "sliding_window": 16, "attn_logit_softcappin
         ("Granite", {"logits_scaling": 3.0}, 1.0),
         ("Gemma2", CAPPED, 1.0),
         ("VaultGemma", CAPPED, 1.0),
+        ("GptOss", SINKS, 1.0),
     ],
 )
 def test_packed_equals_one_by_one_whatever_caps_or_scales(
@@ -91,7 +93,11 @@ def same_prompt(count: int) -> list[Row]:
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("Qwen3", {}), ("Gemma2", {"sliding_window": 16, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0})],
+    [
+        ("Qwen3", {}),
+        ("Gemma2", {"sliding_window": 16, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
+        ("GptOss", SINKS),
+    ],
 )
 def test_shared_prompts_change_neither_logprobs_nor_gradients(
     tmp_path: Path, kind: str, changes: dict[str, Any]
@@ -127,9 +133,10 @@ HEAD, ATTENTION = "penstock.trainer.logprobs", "penstock.trainer.engines.fsdp.at
     ("kind", "changes", "tiles"),
     [
         ("Qwen3", {}, {f"{HEAD}.VOCAB_TILE": (4096, 11), f"{HEAD}.CPU_TILE_ELEMENTS": (1 << 20, 77)}),
-        ("Gemma2", CAPPED, {f"{ATTENTION}.CAPPED_TILE": (512, 7)}),
+        ("Gemma2", CAPPED, {f"{ATTENTION}.QUERY_TILE": (512, 7)}),
+        ("GptOss", SINKS, {f"{ATTENTION}.QUERY_TILE": (512, 7)}),
     ],
-    ids=["head", "capped attention"],
+    ids=["head", "capped attention", "attention with sinks"],
 )
 def test_tiles_change_neither_logprobs_nor_gradients(
     kind: str,
@@ -162,7 +169,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"s_aux": torch.zeros(4)}, "s_aux"),
+        ({"indices": torch.zeros(1)}, "indices"),
         ({"is_causal": False}, "is_causal"),
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, "attention_mask"),
     ],

@@ -167,7 +167,7 @@ def test_rows_one_by_one_are_the_last_resort(tmp_path: Path, monkeypatch: pytest
     assert max(gaps(policy, str(tmp_path))) <= SAME
 
 
-@pytest.mark.parametrize("kind", ["NemotronH", "GptOss"])
+@pytest.mark.parametrize("kind", ["NemotronH", "GptOss", "Llama4"])
 def test_packs_of_any_size_give_one_gradient(tmp_path: Path, kind: str) -> None:
     policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
     results = []
@@ -183,7 +183,7 @@ def test_packs_of_any_size_give_one_gradient(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(mine, expected, atol=SAME, rtol=SAME)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3Next", "GptOss"])
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Llama4"])
 def test_critic_and_recomputed_layers_take_the_same_rows(tmp_path: Path, ranks: Ranks, kind: str) -> None:
     model = BY_KIND[kind].save(tmp_path)
     engine = FSDPEngine(model, TrainerConfig(advantage="gae", recompute=True, dtype="float32"), ranks)
@@ -220,16 +220,17 @@ def test_a_checkpoint_restores_weights_and_moments(tmp_path: Path, ranks: Ranks,
 
 def test_the_choice_is_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    load_policy(BY_KIND["GptOss"].save(tmp_path), 1.0)
+    load_policy(BY_KIND["Llama4"].save(tmp_path), 1.0)
     said = [record.message for record in caplog.records if "rows padded" in record.message]
     assert len(said) == 1
-    assert "s_aux" in said[0]
+    assert "attention_chunk_size" in said[0]
 
 
 def test_context_parallelism_is_refused_by_name(tmp_path: Path) -> None:
-    policy = load_policy(BY_KIND["GptOss"].save(tmp_path), 1.0)
-    with pytest.raises(CannotSplitModel, match=r"attention eager.*set trainer.parallel.context to 1"):
-        import_module(f"{INSIDE}.sharded")._check_context(policy, RankLayout(context=2))
+    policy = load_policy(BY_KIND["Llama4"].save(tmp_path), 1.0)
+    named = r"^Llama4TextAttention .*attention_chunk_size.*set trainer.parallel.context to 1$"
+    with pytest.raises(CannotSplitModel, match=named):
+        import_module(f"{INSIDE}.sharded").check_context(policy, RankLayout(context=2))
 
 
 def test_a_part_of_a_larger_model_has_the_names_of_its_files(tmp_path: Path) -> None:
@@ -275,7 +276,7 @@ CHOSEN = {
         ("FalconH1", {"num_hidden_layers": 2, "mamba_d_ssm": 256, "mamba_n_heads": 8}, ""),
         ("NemotronH", {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 3}, ""),
         ("Gemma4", GEMMA_4, ""),
-        ("GptOss", {"num_hidden_layers": 12, "num_local_experts": 8}, "s_aux"),
+        ("GptOss", {"num_hidden_layers": 12, "num_local_experts": 8}, ""),
         ("Llama4", {"num_hidden_layers": 12}, "chunk"),
         ("DeepseekV32", CHOSEN, "index_topk"),
     ],
