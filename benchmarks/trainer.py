@@ -5,6 +5,8 @@
 packed             pack, advantages, loss, update: `trainer.learner` with the engine fsdp, as a run has them
 padded             a plain loop over the transformers model: rows of similar length together, padded, all logits
 tree               an episode of 20 turns whose template strips thinking: its rows in one tree, and apart
+experts            ranks that share out a mixture's experts: the most memory of one in a backward, bytes of all-to-alls
+context            a long row whose tokens two ranks share out, and the same row on one of them
 start              ranks that load a larger model: the most memory that one needs, over the bytes of its shard
 
 One model, one batch of log-normal lengths, one update per step, on every side the same gradient (figure `grad_norm`).
@@ -35,13 +37,17 @@ from typing import Any
 from benchmarks.support.child import ROOT, Child
 from benchmarks.support.comparison import in_turn, say
 from benchmarks.support.measure import peaks_mb, processor
-from benchmarks.support.model import SIZES, Size, save_model
+from benchmarks.support.model import MIXTURE, SIZES, Size, save_mixture, save_model
 from benchmarks.support.work import Work, log_normal_lengths
 
 PROMPT_TOKENS = 32
 STEP_TIMEOUT_S = 3600.0
 LOAD_RANKS = 4
 CHILD_TIMEOUT_S = 900.0
+EXPERT_RANKS = 4
+EXPERT_TOKENS = 24
+"""Tokens of a pack, few: the experts are nearly all that a rank holds."""
+CONTEXT_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,8 @@ async def _measure(extent: TrainerExtent) -> dict[str, Any]:
             sides = await _sides(extent, folder, stack)
             figures["batch"] = await _compare(sides, extent)
         figures["tree"] = await asyncio.to_thread(tree_step, Path(folder), extent.rounds)
+        figures["context"] = await asyncio.to_thread(context_step, Path(folder), extent.rounds)
+    figures["experts"] = await asyncio.to_thread(shared_experts)
     figures["start"] = await asyncio.to_thread(starts, SIZES[extent.load_model])
     return {"bench": "trainer", "ratio": _ratios(figures), "figures": figures, "setup": setup}
 
@@ -121,14 +129,54 @@ def starts(size: Size) -> dict[str, Any]:
 
 def tree_step(model: Path, rounds: int) -> dict[str, Any]:
     """The tokens that a tree computes, and the time of a step on a core, in the tree and with its rows apart."""
-    figures: dict[str, Any] = json.loads(_module("tree_step", model, rounds).splitlines()[-1])
+    figures: dict[str, Any] = _printed("tree_step", model, rounds)
     return figures
 
 
+def context_step(model: Path, rounds: int) -> dict[str, Any]:
+    """The time of a step on one row of `CONTEXT_TOKENS` over two ranks, and on one of them."""
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        figures: dict[str, Any] = _printed("context_step", model, CONTEXT_TOKENS, rounds, folder)
+    return figures
+
+
+def shared_experts() -> dict[str, Any]:
+    """The memory of a rank of `EXPERT_RANKS` in a backward of a mixture, by trainer.parallel.expert.
+
+    `peak_over_share`: what it holds above its gradients, over an E-th of what it holds where FSDP gathers all experts
+    of a layer; `exchanged_over_formula`: bytes of all-to-alls over tokens · layers · k · hidden · 4, in float32.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
+        model = save_mixture(Path(name) / "model")
+        layouts = {str(expert): {"parallel": {"expert": expert}} for expert in (1, 2, EXPERT_RANKS)}
+        cases = {key: {"model": model, "config": config, "tokens": EXPERT_TOKENS} for key, config in layouts.items()}
+        printed = _python(ROOT / "tests/trainer/memory_ranks.py", EXPERT_RANKS, name, json.dumps(cases))
+    by_expert = json.loads(printed.splitlines()[-1])["cases"]
+    numbers = MIXTURE["num_hidden_layers"] * MIXTURE["num_experts_per_tok"] * MIXTURE["hidden_size"] * 4
+    formula = numbers * 4 * 2 * EXPERT_TOKENS * EXPERT_RANKS  # bytes of float32, packs, tokens, ranks
+    whole, *parts = (case["peak_bytes"] - case["shard_bytes"] for case in by_expert.values())
+    exchanged = [case["exchanged_bytes"] for case in list(by_expert.values())[1:]]
+    return {
+        "by_expert": by_expert,
+        "peak_over_share": max(int(e) * part / whole for e, part in zip(list(by_expert)[1:], parts, strict=True)),
+        "exchanged_over_formula": max((one / formula for one in exchanged), key=lambda one: abs(one - 1)),
+    }
+
+
+def _printed(name: str, *arguments: object) -> Any:
+    """What a module of `support` prints last, in JSON."""
+    return json.loads(_module(name, *arguments).splitlines()[-1])
+
+
 def _module(name: str, *arguments: object) -> str:
-    """Run a module of `support` on one thread; returns what it prints."""
+    """Run a module of `support`; returns what it prints."""
+    return _python("-m", f"benchmarks.support.{name}", *arguments)
+
+
+def _python(*arguments: object) -> str:
+    """Run a program on one thread; returns what it prints."""
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", f"benchmarks.support.{name}", *map(str, arguments)]
+    command = [sys.executable, *map(str, arguments)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, check=True, timeout=CHILD_TIMEOUT_S, stdout=subprocess.PIPE, text=True)
     return done.stdout
@@ -196,16 +244,24 @@ async def _cell(side: TrainerSide, work: Work, first: Mapping[str, Any]) -> dict
 def _ratios(figures: Mapping[str, Any]) -> dict[str, float]:
     """Throughput by the clock and by time on a core: each round's own ratio, then the median over the rounds."""
     packed, padded = (figures["batch"]["sides"][name] for name in ("packed", "padded"))
-    tree = figures["tree"]
+    tree, context, experts = (figures[name] for name in ("tree", "context", "experts"))
 
     def over(rounds: str) -> float:
-        return round(median(a / b for a, b in zip(packed[rounds], padded[rounds], strict=True)), 3)
+        return _median_ratio(packed[rounds], padded[rounds])
 
     return {
         "tokens_over_padded_loop": over("tokens_per_s_rounds"),
         "cpu_tokens_over_padded_loop": over("tokens_per_cpu_s_rounds"),
         "tree_tokens_over_longest": round(tree["computed"] / tree["longest"], 3),
-        "tree_step_over_rows_apart": round(median(map(truediv, tree["cpu_s"]["tree"], tree["cpu_s"]["apart"])), 3),
+        "tree_step_over_rows_apart": _median_ratio(tree["cpu_s"]["tree"], tree["cpu_s"]["apart"]),
+        "context_over_single": _median_ratio(context["seconds"]["context"], context["seconds"]["single"]),
+        "cpu_context_over_single": _median_ratio(context["cpu_s"]["context"], context["cpu_s"]["single"]),
+        "expert_peak_over_share": round(experts["peak_over_share"], 3),
+        "expert_bytes_over_formula": round(experts["exchanged_over_formula"], 3),
         "load_peak_over_shard": figures["start"]["load_peak_over_shard"],
         "peak_over_padded_loop": round(packed["step_peak_mb"] / padded["step_peak_mb"], 3),
     }
+
+
+def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return round(median(map(truediv, ours, theirs)), 3)

@@ -6,18 +6,14 @@ Counted from a process that has imported everything and started once with a tiny
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.support.forked_ranks import forked_ranks
 from benchmarks.support.model import SIZES, save_model
-from penstock.trainer import RANKS_FILE_VARIABLE, Ranks, TrainerConfig
+from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine, local_part
-
-TIMEOUT_S = 300.0
 
 
 def resident() -> dict[str, int]:
@@ -42,24 +38,10 @@ def measure(model: str, warm: str, ranks: Ranks) -> dict[str, Any]:
 
 
 def main(model: str, count: int, folder: Path) -> None:
-    torch.set_num_threads(1)
     save_model(SIZES["tiny"], folder / "warm", "float32")
-    os.environ |= {RANKS_FILE_VARIABLE: str(folder / "meeting"), "WORLD_SIZE": str(count)}
-    children = []
-    for rank in range(count):
-        if not (pid := os.fork()):
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            break
-        children.append(pid)
-    else:
-        failed = [pid for pid in children if os.waitpid(pid, 0)[1]]
-        raise SystemExit(len(failed))
-    ranks = Ranks.open(TIMEOUT_S)
-    try:
+    with forked_ranks(count, folder) as ranks:
         found = measure(model, str(folder / "warm"), ranks)
-        (folder / f"peak_{rank}.json").write_text(json.dumps(found))
-    finally:
-        ranks.close()
+        (folder / f"peak_{ranks.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -63,6 +63,24 @@ def make_model(size: Size, dtype: str) -> Any:
     return Qwen3ForCausalLM(config).to(getattr(torch, dtype))
 
 
+MIXTURE: dict[str, Any] = {
+    **{"num_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "hidden_size": 64},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64},
+    **{"max_position_embeddings": 256, "norm_topk_prob": True, "tie_word_embeddings": False},
+}
+"""Settings of a Qwen3-MoE that has nearly all its values in its experts."""
+
+
+def save_mixture(folder: Path) -> str:
+    """Write a float32 model of `MIXTURE`; returns the folder."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**MIXTURE)).float().save_pretrained(folder)
+    return str(folder)
+
+
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "tests" / "agent_loops" / "templates" / "qwen2_5.jinja"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

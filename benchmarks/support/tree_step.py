@@ -31,12 +31,12 @@ def episode(vocab: int) -> Trajectory:
     history, segments = draw.integers(2, vocab, PROMPT), []
     for _ in range(TURNS):
         thinking, call, result = (draw.integers(2, vocab, length) for length in (THINKING, CALL, RESULT))
-        segments.append(_segment(history, np.concatenate([thinking, call])))
+        segments.append(segment_of(history, np.concatenate([thinking, call])))
         history = np.concatenate([history, call, result])
     return Trajectory("train/0#0", "train/0", segments, 1.0, COMPLETED, num_turns=TURNS)
 
 
-def _segment(prompt: Any, sampled: Any) -> Segment:
+def segment_of(prompt: Any, sampled: Any) -> Segment:
     return Segment(
         prompt_ids=prompt.astype(np.int32),
         response_ids=sampled.astype(np.int32),

@@ -62,3 +62,9 @@ async def test_the_step_beside_a_padded_loop(measure: Measure) -> None:
     assert ratios["tree_tokens_over_longest"] < 1.5
     assert ratios["tree_step_over_rows_apart"] > 0
     assert ratios["peak_over_padded_loop"] < 1  # logits of every padded position, against none
+    context = measured["figures"]["context"]
+    assert context["grad_norm"]["context"] == pytest.approx(context["grad_norm"]["single"], rel=1e-4)
+    assert ratios["context_over_single"] > 0
+    assert ratios["cpu_context_over_single"] > 0
+    assert ratios["expert_peak_over_share"] <= 1.15
+    assert ratios["expert_bytes_over_formula"] == pytest.approx(1, rel=0.05)

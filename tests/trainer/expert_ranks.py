@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from memory_ranks import exchanged_bytes
 from parallel_ranks import become_ranks, check_stream
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -113,7 +111,7 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
     norms, exchanged = [], []
     for step in range(first, first + case["steps"]):
         packs = packs_of(step, engine, ranks)
-        with travelling_bytes() as counted:
+        with exchanged_bytes() as counted:
             loss = engine.accumulate(packs, lambda _, outputs: -outputs.logprobs.sum(), trained_tokens())
         exchanged.append(sum(counted))
         learning = {name: one.grad for name, one in engine.policy.model.named_parameters()}
@@ -131,21 +129,6 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
         save_file(weights, own / "weights.safetensors")
         (own / "norms.json").write_text(json.dumps(norms))
     ranks.own(mesh_of).close()
-
-
-@contextmanager
-def travelling_bytes() -> Iterator[list[int]]:
-    """Bytes of floating-point numbers of each all-to-all of this rank, those that stay on it too."""
-    counted: list[int] = []
-    plain = dist.all_to_all_single
-
-    def count(received: Tensor, sent: Tensor, *args: Any, **kwargs: Any) -> None:
-        if sent.is_floating_point():
-            counted.append(sent.nbytes)
-        plain(received, sent, *args, **kwargs)
-
-    with patch("torch.distributed.all_to_all_single", count):
-        yield counted
 
 
 def check_names(model: Path, engine: FSDPEngine, ranks: Ranks) -> None:

@@ -31,11 +31,10 @@ def measure(ranks: int, folder: Path, cases: dict[str, Any]) -> dict[str, int]:
     command = [sys.executable, str(program), str(ranks), str(folder), json.dumps(cases)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
-    assert ended.returncode == 0, ended.stderr + (folder / "log").read_text()
-    report = json.loads((folder / "peaks.json").read_text())
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout.splitlines()[-1])
     assert report["tile"] == [TILE_LOGITS, TILE_COLUMNS]
-    peaks: dict[str, int] = report["peaks"]
-    return peaks
+    return {name: case["peak_bytes"] for name, case in report["cases"].items()}
 
 
 def estimate(case: dict[str, Any]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from expert_ranks import LENGTHS, PER_TOKEN
 from plain_steps import STEPS, assert_close, assert_equal, launch, plain, reports
 from safetensors.torch import load_file
 from tests.tiny_model import SHAPE, save_tiny_model
-from trainer_support import run_ranks
 from transformers import AutoModelForCausalLM
 
+from benchmarks.trainer import shared_experts
 from penstock.trainer.engines.fsdp.experts import experts_of
 from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel
 
@@ -63,9 +62,9 @@ def case(model: str, config: dict[str, Any], steps: int = STEPS, resume: str = "
 
 
 def test_two_ranks_share_out_experts_and_give_one_ranks_results(models: dict[str, str], tmp_path: Path) -> None:
-    kinds = ("Qwen3Moe", "GptOss")
-    launch(tmp_path, 2, {kind: case(models[kind], {"parallel": {"expert": 2}}) for kind in kinds})
-    for kind in kinds:
+    parallel = {"Qwen3Moe": {"expert": 2}, "GptOss": {"expert": 2, "context": 2}}
+    launch(tmp_path, 2, {kind: case(models[kind], {"parallel": layout}) for kind, layout in parallel.items()})
+    for kind in parallel:
         assert_equal(plain(models[kind]), tmp_path / kind)
     # Dispatch and combine of the forward and of the backward, k rows of float32 per token and layer with experts.
     of_ranks = reports(tmp_path / "Qwen3Moe")
@@ -95,9 +94,12 @@ def test_four_ranks_share_out_experts_in_every_layout(models: dict[str, str], tm
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_share_out_the_experts_of_every_family(ranks: int, models: dict[str, str], tmp_path: Path) -> None:
-    config = {"parallel": {"expert": ranks}}
+def test_ranks_share_out_the_experts_of_every_family(
+    ranks: int, context: int, models: dict[str, str], tmp_path: Path
+) -> None:
+    config = {"parallel": {"expert": ranks, "context": context}}
     launch(tmp_path, ranks, {kind: case(models[kind], config) for kind in FAMILIES})
     for kind in FAMILIES:
         assert_equal(plain(models[kind]), tmp_path / kind)
@@ -150,15 +152,8 @@ def test_what_cannot_be_shared_out_is_refused_by_name(
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_takes_its_part_of_a_layers_experts(ranks: int, tmp_path: Path) -> None:
-    """Peak of a backward above weights, moments and gradients, which both layouts cut over all ranks, as torch's
-    allocator records it. Experts are nearly all of it."""
-    large = {"num_experts": 32, "moe_intermediate_size": 256, "hidden_size": 64, "num_hidden_layers": 3}
-    model = save_tiny_model(tmp_path / "large", "Qwen3Moe", **{**QWEN, **large})
-    layouts = {"whole": {}, "parts": {"parallel": {"expert": ranks}}}
-    cases = {name: {"model": model, "config": config, "tokens": 24} for name, config in layouts.items()}
-    run_ranks("memory_ranks.py", ranks, tmp_path, json.dumps(cases))
-    peaks = json.loads((tmp_path / "peaks.json").read_text())["peaks"]
-    gradients = 3 * 32 * 3 * 256 * 64 * 4 // ranks  # layers, experts, projections, their sizes, bytes
-    assert (peaks["parts"] - gradients) / (peaks["whole"] - gradients) <= 1.15 / ranks, peaks
+def test_a_rank_takes_its_part_of_a_layers_experts() -> None:
+    """The bars of `penstock bench trainer` (docs/how/benchmarks.md) on four ranks, in two parts and in four."""
+    found = shared_experts()
+    assert found["peak_over_share"] <= 1.15, found
+    assert found["exchanged_over_formula"] == pytest.approx(1, rel=0.05), found
