@@ -9,7 +9,7 @@ with s = 0, so it needs no further weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.trainer.config import LoraConfig
+from penstock.trainer.engines.fsdp.row_choice import first_sentence
+from penstock.trainer.job import BadJob
 
 NAME = "default"
 """peft's name for the one adapter of a model; part of its parameters' names."""
@@ -39,7 +41,7 @@ class Adapter:
     """The low-rank matrices in a model. Where weights are sharded, what gives tensors out is a collective."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig) -> None:
-        """Puts them into `model`, in place. Raises `ValueError` where no module has one of the target names, or where
+        """Puts them into `model`, in place. Raises `BadJob` where no module has one of the target names, or where
         embedding, head or stacked experts have one, and `ImportError` where peft is not installed."""
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -50,11 +52,14 @@ class Adapter:
         self._settings = PeftConfig(
             r=config.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
         )
-        with torch.random.fork_rng(), weightless(model):
-            torch.manual_seed(SEED)
-            inject_adapter_in_model(self._settings, model, NAME)
+        try:
+            with torch.random.fork_rng(), weightless(model):
+                torch.manual_seed(SEED)
+                inject_adapter_in_model(self._settings, model, NAME)
+        except ValueError as error:
+            raise BadJob(f"trainer.lora.targets is {config.targets}: {first_sentence(error)}") from error
         if self._settings.target_parameters:
-            raise ValueError(
+            raise BadJob(
                 f"trainer.lora.targets reaches {', '.join(sorted(self._settings.target_parameters))} of the experts or "
                 "their router, which get no low-rank matrices here: name modules of attention alone"
             )
@@ -64,7 +69,7 @@ class Adapter:
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         for name, layer in self._layers.items():
             if any(layer is end for end in ends):
-                raise ValueError(f"trainer.lora.targets has {name}: embedding and head get no low-rank matrices here")
+                raise BadJob(f"trainer.lora.targets has {name}: embedding and head get no low-rank matrices here")
         for layer in self._layers.values():
             for side in (layer.lora_A, layer.lora_B):
                 side[NAME].requires_grad_(True)
@@ -127,10 +132,10 @@ weight."""
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
     """Return the targets for peft, whose all-linear would also reach experts that are one parameter, and layers that it
-    refuses.
+    refuses. Raises `BadJob` for a name that peft would leave out without a word.
     """
     if config.targets != "all-linear":
-        return config.targets if isinstance(config.targets, str) else list(config.targets)
+        return config.targets if isinstance(config.targets, str) else _known(model, config.targets)
     owners = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
     # All experts of a layer in one parameter [E, …].
     stacked = any(one.dim() == 3 for module in owners for one in module.parameters(recurse=False))
@@ -145,6 +150,17 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
     experts = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
     excluded = (experts if stacked else set()) | ({"out_proj"} if model.config.model_type in MAMBAS else set())
     return sorted(linear - excluded)
+
+
+def _known(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    names = {f".{name}" for name, part in model.named_modules() if hasattr(part, "weight")}
+    for target in targets:
+        if not any(name.endswith(f".{target}") for name in names):
+            raise BadJob(
+                f"trainer.lora.targets has {target}, and {type(model).__name__} has no matrix of that name (those of "
+                "stacked experts get no low-rank matrices): remove it"
+            )
+    return list(targets)
 
 
 @contextmanager

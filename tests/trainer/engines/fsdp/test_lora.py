@@ -16,7 +16,7 @@ from tests.tiny_model import save_tiny_model
 from trainer_support import make_job, one_pack, save, train_one
 from transformers import AutoModelForCausalLM
 
-from penstock.trainer import Ranks, TrainerConfig, train
+from penstock.trainer import BadJob, Ranks, TrainerConfig, train
 from penstock.trainer.config import LoraConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.engines.fsdp.lora import Adapter
@@ -56,8 +56,24 @@ def test_before_training_it_is_the_model_and_only_matrices_learn(tiny_model: str
 @pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
 def test_embedding_and_head_get_no_matrices(name: str, tiny_model: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    with pytest.raises(ValueError, match=rf"trainer\.lora\.targets has (model\.)?{name}: embedding and head"):
+    with pytest.raises(BadJob, match=rf"trainer\.lora\.targets has (model\.)?{name}: embedding and head"):
         Adapter(model, LoraConfig(rank=4, targets=("q_proj", name)))
+
+
+@pytest.mark.parametrize(
+    ("targets", "named"),
+    [
+        (("q_proj", "gate_up_proj"), r"has gate_up_proj, and Qwen3MoeForCausalLM has no matrix of that name"),
+        (("q_proj", "experts"), "has experts, .*: remove it"),
+        (("q_proj", "gate"), r"reaches gate.weight of the experts or their router.*: name modules of attention"),
+        (r".*\.experts", r"is \.\*\\.experts: Target module"),
+    ],
+)
+def test_experts_get_no_matrices(targets: Any, named: str, tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, "Qwen3Moe", **experts))
+    with pytest.raises(BadJob, match=rf"^trainer\.lora\.targets {named}"):
+        Adapter(model, LoraConfig(rank=4, targets=targets))
 
 
 def test_in_bfloat16_only_the_matrices_have_masters(tmp_path: Path, ranks: Ranks) -> None:
