@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cas
 
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.config import AgentConfig
-from penstock.agent_loops.errors import InfraFailure, LoadError
+from penstock.agent_loops.errors import LoadError
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import EpisodeLLM, GenerateClient
 from penstock.agent_loops.loader import load_object
@@ -24,7 +24,7 @@ from penstock.agent_loops.rewards.registry import RewardFunction
 from penstock.agent_loops.segment import AgentLoopOutput
 from penstock.agent_loops.tool_runner import ToolBox
 from penstock.agent_loops.tracing import OnSpan
-from penstock.common import USERS_FAULTS, Registry, describe_error, gather_or_cancel
+from penstock.common import USERS_FAULTS, Registry, gather_or_cancel
 from penstock.sandbox import Sandbox
 from penstock.tools import BaseTool, ToolConfig
 from penstock.transfer_queue import Lease, Task, TransferQueue
@@ -155,7 +155,7 @@ class AgentLoopBase(ABC):
         the other branches are cancelled and awaited.
         """
         with self._journal.branching():
-            return await gather_or_cancel([_branch(one) for one in branches])
+            return await gather_or_cancel(branches)
 
     async def setup(self, task: Task) -> None:
         """Before `run`; what it opens, `teardown` closes. Written without ``async`` both run in a thread."""
@@ -166,14 +166,6 @@ class AgentLoopBase(ABC):
 
     async def teardown(self) -> None:
         """Always awaited, also on error and cancellation."""
-
-
-async def _branch(work: Awaitable[T]) -> T:
-    """A separate task, so that a `SystemExit` would end the process."""
-    try:
-        return await work
-    except SystemExit as error:
-        raise InfraFailure("loop", describe_error(error)) from error
 
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])

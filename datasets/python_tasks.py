@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agent_loops import LoadError, load_object
-from penstock.common import write_atomically
+from penstock.common import USERS_FAULTS, describe_error, write_atomically
 from penstock.datasets.rows import INSTRUCTION, BadSpec, Row
 
 
@@ -29,8 +29,8 @@ def python_rows(source: str) -> list[Row]:
         tasks = list(tasks() if callable(tasks) else tasks)
     except LoadError as error:
         raise BadSpec(str(error)) from error
-    except Exception as error:
-        raise BadSpec(f"{source}: {type(error).__name__}: {error}") from error
+    except USERS_FAULTS as error:
+        raise BadSpec(f"{source}: {describe_error(error)}") from error
     if not tasks:
         raise BadSpec(f"{source}: has no tasks")
     name = Path(source.rpartition(":")[0]).stem

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock.agent_loops import AgentLoopOutput, InfraFailure, LoadError
+from penstock.common import USERS_FAULTS
 from penstock.gateway.finish import last_turn, outcome_of
 from penstock.gateway.recorded_loop import RecordedLoop
 from penstock.transfer_queue import Task
@@ -56,7 +57,7 @@ class OpenAIAgentLoop(RecordedLoop):
         try:
             async with make_client(self._transport) as client:
                 reward = await self.agent(client, task)
-        except Exception as error:
+        except USERS_FAULTS as error:
             # An agent sees infrastructure failures as `openai` errors; they end the episode even if it handles them.
             if self._transport.failure is not None:
                 raise self._transport.failure from error

@@ -47,6 +47,7 @@ def rehearse(
     Example: penstock rehearse recipes/retool/cpu.yaml --policy recipes/retool/policies.py:oracle --expect 1
     """
     from penstock.agent_loops import AgentError, load_object
+    from penstock.common.event_loop import run_users_code
     from penstock.deploy.config import load_config
     from penstock.deploy.rehearsal import rows_of
     from penstock.sandbox import SandboxError
@@ -58,7 +59,9 @@ def rehearse(
         config = load_config(recipe, overrides or [])
         played = rows_of(config, split, rows)
         rewards = _expected(expect, played)
-        result = asyncio.run(_play(config, load_object(policy, Path.cwd()), played, quiet=as_json))
+        playing = _play(config, load_object(policy, Path.cwd()), played, quiet=as_json)
+        with asyncio.Runner() as runner:
+            result = run_users_code(runner, playing)
     unexpected = [
         one for one in result.trajectories if rewards and not same_reward(one.reward, rewards[_row(one.task_id) - 1])
     ]

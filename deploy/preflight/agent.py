@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.agent_loops import load_object
+from penstock.common.event_loop import run_users_code
 from penstock.datasets import BadSpec, is_generated
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, skipped
@@ -129,7 +130,8 @@ def check_score(config: RunConfig) -> Check | None:
     except (DataError, BadSpec):
         return None  # `check_data` says so
     try:
-        reward = asyncio.run(_score(config, row))
+        with asyncio.Runner() as runner:
+            reward = run_users_code(runner, _score(config, row))
     except LoadError as error:
         return Check("reward of a row", False, str(error), "correct agent.reward")
     except InfraFailure as error:

@@ -27,6 +27,7 @@ from penstock.common import (
     uncollected,
 )
 from penstock.common.device_locks import until_up
+from penstock.common.event_loop import run_users_code
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, archive_of, limits_of
 from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, TORCHRUN_TELLS, TRAINER_STOP_S, trainer_stop_s
@@ -67,7 +68,7 @@ def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: boo
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_until_stopped(main()))
+            run_users_code(runner, _until_stopped(main()))
         except FatalError as reason:
             if stop_file := os.environ.get(STOP_FILE_VARIABLE):
                 Path(stop_file).write_text(f"{reason}\n")

@@ -25,6 +25,7 @@ from typing import Any
 from penstock.agent_loops import BadDemonstration, ChatTokens, TemplateError, load_object, segments_of
 from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.common import write_atomically
+from penstock.common.event_loop import run_users_code
 from penstock.deploy.config import NO_TASKS, ConfigError, RunConfig
 from penstock.deploy.rehearsal import full_reward, rehearse_recipe, rows_of
 from penstock.deploy.sft.message_files import read_rows
@@ -130,7 +131,9 @@ def _conversations(config: RunConfig, chat: ChatTokens, findings: Findings) -> I
         if config.data.train == NO_TASKS:
             raise ConfigError("sft.policy plays tasks of data.train, and the recipe has none: set data.train")
         rows = rows_of(config, "train", config.sft.policy_rows)
-        result = asyncio.run(rehearse_recipe(config, load_object(sft.policy, Path.cwd()), rows))
+        playing = rehearse_recipe(config, load_object(sft.policy, Path.cwd()), rows)
+        with asyncio.Runner() as runner:
+            result = run_users_code(runner, playing)
         rewards = [full_reward(row) for row in rows]
         causes = why_dropped(result, rewards)
         shown = [one for one in result.trajectories if same_reward(one.reward, rewards[_row(one)])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
 import sys
@@ -9,9 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
 
 from penstock.agent_loops import AgentLoopBase, Episode
 from penstock.agent_loops.rewards import RewardFunction
+from penstock.common.event_loop import run_users_code
 from penstock.testing import FakeClient
 from penstock.tools import function_tool
 from penstock.transfer_queue import OutcomeKind
@@ -45,6 +48,29 @@ async def leave_in_a_branch(loop: AgentLoopBase, task: Any) -> Any:
     await loop.together([leave_async(), leave_async()])
 
 
+async def leave_in_gather(*_: Any, **__: Any) -> Any:
+    await asyncio.gather(asyncio.sleep(0), leave_async())
+
+
+async def asking_in_gather(expression: str) -> str:
+    """Calculates."""
+    return await leave_in_gather()
+
+
+async def leave_in_a_task(*_: Any, **__: Any) -> Any:
+    await asyncio.create_task(leave_async())
+
+
+async def leave_in_a_group(*_: Any, **__: Any) -> Any:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(asyncio.sleep(60))
+        tasks.create_task(leave_async())
+
+
+async def leave_in_time(*_: Any, **__: Any) -> Any:
+    await asyncio.wait_for(leave_async(), 60)
+
+
 LEFT = f"SystemExit: done {HERE}"
 LOOPS = {
     "metric of None": (returning(reward=1.0, metrics={"f1": None}), r"metrics\['f1'\] is None, not a number"),
@@ -56,20 +82,39 @@ LOOPS = {
     "extra of a set": (returning(reward=1.0, extra={"seen": {1}}), r"extra\.seen: set"),
     "exit in setup": (with_method("setup", leave), LEFT),
     "exit in run": (with_method("run", leave_async), LEFT),
-    "exit in a branch": (with_method("run", leave_in_a_branch), LEFT),
+}
+TASKS = {
+    "branch": {"loop": with_method("run", leave_in_a_branch)},
+    "gather": {"loop": with_method("run", leave_in_gather)},
+    "task": {"loop": with_method("run", leave_in_a_task)},
+    "group": {"loop": with_method("run", leave_in_a_group)},
+    "wait_for": {"loop": with_method("run", leave_in_time)},
+    "setup": {"loop": with_method("setup", leave_in_gather)},
+    "reward": {"loop": returning(), "reward": RewardFunction(leave_in_gather)},
+    "tool": {"tool": function_tool(name="calculator")(asking_in_gather)},
 }
 
 
 @pytest.fixture
-def ending(queue_of, tasks_of, parts_of, calling_policy):
-    """The outcome of one episode, which is the one that the queue was told."""
+def played(queue_of, tasks_of, parts_of, calling_policy):
+    """The outcome of one episode, and its queue."""
 
     async def run(loop=None, tool=None, **fields):
         queue = queue_of(tasks_of())
         parts = parts_of(queue, FakeClient(calling_policy()), tool, **fields)
         if loop is not None:
             parts = dataclasses.replace(parts, find_loop=lambda name: loop)
-        outcome = await Episode(parts, queue.lease(tasks_of()[0])).run()
+        return await Episode(parts, queue.lease(tasks_of()[0])).run(), queue
+
+    return run
+
+
+@pytest.fixture
+def ending(played):
+    """The outcome of one episode, which is the one that the queue was told."""
+
+    async def run(*args, **fields):
+        outcome, queue = await played(*args, **fields)
         assert queue.failed == [outcome]
         assert outcome.kind is OutcomeKind.INFRA_ERROR
         return outcome
@@ -112,6 +157,23 @@ async def test_a_tool_that_leaves_the_process_is_reported(ending, leaves: Callab
     outcome = await ending(tool=calculator)
     assert "calculator" in outcome.component
     assert re.search(LEFT, outcome.reason), outcome
+
+
+@pytest.mark.parametrize("place", TASKS)
+def test_a_task_that_leaves_the_process_fails_its_own_episode_alone(ending, played, place: str) -> None:
+    endings = []
+
+    async def play() -> None:
+        forgotten = asyncio.create_task(leave_async())
+        endings.append(await ending(**TASKS[place]))
+        endings.append((await played(returning(reward=1.0)))[0])
+        assert forgotten.done()
+        forgotten.exception()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        run_users_code(runner, play())
+    assert re.search(LEFT, endings[0].reason), endings
+    assert endings[1].kind is OutcomeKind.COMPLETED
 
 
 async def test_an_exception_of_our_own_is_reported_with_file_and_line(ending, monkeypatch) -> None:

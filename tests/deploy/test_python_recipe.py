@@ -98,6 +98,7 @@ def test_tasks_of_a_file_become_rows(tmp_path: Path) -> None:
     file = tmp_path / "game.py"
     file.write_text(
         f"TASKS = {TASKS!r}\ndef few():\n    return TASKS[:1]\nNONE = []\nBAD = [('1+1?', '2'), 7]\nn = 1/1\n"
+        "def leaves():\n    raise SystemExit('done')\n"
     )
     rows = written(materialise(f"{file}:TASKS", tmp_path))
     assert [row["data_source"] for row in rows] == ["game", "game", "d"]
@@ -113,6 +114,7 @@ def test_tasks_of_a_file_become_rows(tmp_path: Path) -> None:
         ("BAD", "BAD, task 2: expected"),
         ("TASK", "did you mean"),
         ("n", "n: "),
+        ("leaves", rf"leaves: SystemExit: done \({file}, line 8\)"),
     ):
         with pytest.raises(BadSpec, match=words):
             check_spec(f"{file}:{name}")

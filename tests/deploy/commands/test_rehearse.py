@@ -34,6 +34,17 @@ def silent(snapshot):
 def wrong(snapshot):
     return "0.5" if snapshot.turn else snapshot.call("python", code="raise KeyError('lost')")
 """
+LEAVES = """
+import asyncio, sys
+from penstock.agent_loops import AgentLoopBase
+
+async def leave():
+    sys.exit("done")
+
+class Leaves(AgentLoopBase):
+    async def run(self, task):
+        await asyncio.gather(leave())
+"""
 pytestmark = pytest.mark.bwrap
 
 
@@ -88,6 +99,12 @@ def test_one_cause_of_many_failures_is_one_line_with_the_users_line(policies: st
     assert result.exit_code == 1
     (line,) = [line for line in result.output.splitlines() if line.startswith("failed") or "infra_error" in line]
     assert re.fullmatch(f"failed in row 1 and 5 more: policy: {cause}", line)
+
+
+def test_a_loop_whose_task_leaves_the_process_is_a_failed_row(policies: str, tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    result = rehearse(f"agent.loop={tmp_path / 'leaves.py'}:Leaves", "--policy", f"{policies}:right", "--rows", "2")
+    assert re.search(r"in row 1 and 1 more: loop: SystemExit: done \(.*leaves.py, line 6\)", result.output), result
 
 
 def test_an_episode_without_a_reward_is_shown(policies: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,19 @@ async def main():
 
 run_role(main)
 """
+LEAVES = """
+import asyncio, sys
+from penstock.deploy.run.roles import run_role
+
+async def leave():
+    sys.exit("done")
+
+async def main():
+    ends = await asyncio.gather(leave(), return_exceptions=True)
+    print(*map(repr, ends))
+
+run_role(main)
+"""
 TRAINER = """
 import asyncio, pathlib, sys
 from penstock.deploy import RunDir
@@ -70,6 +83,13 @@ def test_a_refused_job_is_one_sentence(cause: str, *, traced: bool, tmp_path: Pa
     assert role.returncode == 1
     assert ("Traceback" in role.stderr) == traced, role.stderr
     assert stop_file.read_text().strip() in role.stderr
+
+
+def test_a_task_that_leaves_the_process_ends_alone() -> None:
+    argv = [sys.executable, "-c", LEAVES]
+    role = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert (role.stdout, role.returncode) == ("SystemExit('done')\n", 0), role.stderr
+    assert "sys.exit" in role.stderr
 
 
 @pytest.mark.parametrize("more", [0, 2])
