@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.dashboard.jsonable import plain
 from penstock.tools.parsers import ToolCallParser, get_parser
+from penstock.transfer_queue import REWARD_TOLERANCE
 
 COLUMNS = {
     "step": "INTEGER",
@@ -110,7 +111,8 @@ class Query(BaseModel):
     def sql(self) -> tuple[str, str, list[object]]:
         """Returns the WHERE condition, the ORDER BY expression, and the values of the condition."""
         exact = [(f"{column} = ?", getattr(self, column)) for column in ("outcome", "task", "source", "step")]
-        bounds = [("reward >= ?", self.reward_min), ("reward <= ?", self.reward_max)]
+        rounding = f"{REWARD_TOLERANCE} * max(1, abs(reward))"
+        bounds = [(f"reward + {rounding} >= ?", self.reward_min), (f"reward - {rounding} <= ?", self.reward_max)]
         conditions = [(condition, value) for condition, value in exact + bounds if value not in ("", None)]
         texts, values = ["TRUE", *(condition for condition, _ in conditions)], [value for _, value in conditions]
         if self.text:

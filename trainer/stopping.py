@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import numpy as np
 from penstock.common import nearest
 from penstock.trainer.config import StopConfig
 from penstock.trainer.job import BadJob
+from penstock.transfer_queue import is_reached
 
 if TYPE_CHECKING:
     from penstock.trainer.batch import StepBatch
@@ -67,9 +69,11 @@ class Stopping:
             return None
         means = np.convolve([value for _, value in values], np.ones(window), mode="valid") / window
         sign = 1 if config.better == "higher" else -1
+        is_enough = is_reached if "reward" in config.metric else operator.ge
         what = config.metric if window == 1 else f"the mean of {window} values of {config.metric}"
-        version, best = values[-1][0], int((sign * means).argmax())
-        if config.target is not None and sign * means[-1] >= sign * config.target:
+        highest = (sign * means).max()
+        version, best = values[-1][0], next(n for n, mean in enumerate(means) if is_enough(sign * mean, highest))
+        if config.target is not None and is_enough(sign * means[-1], sign * config.target):
             return f"{what} is {means[-1]:.6g} at version {version}: the target {config.target:g} is reached"
         if config.patience and len(means) - 1 - best >= config.patience:
             since = values[best + window - 1][0]

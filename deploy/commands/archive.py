@@ -12,7 +12,7 @@ import typer
 
 from penstock.deploy.commands.shared import AsJson, RunName, RunsDir, folder_of_run, user_errors
 from penstock.deploy.config import RUN_FILE, ConfigError, load_config
-from penstock.transfer_queue import BadPayload
+from penstock.transfer_queue import BadPayload, same_reward
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -194,7 +194,11 @@ def _condition(index: pa.Table, column: str, comparison: str, value: str) -> Any
         typed = value if pa.types.is_string(kind) else float(value)
     except ValueError as error:
         raise ConfigError(f"--where {column}{comparison}{value}: {column} is a number") from error
-    return pc.call_function(COMPARISONS[comparison], [index[column], pa.scalar(typed)])
+    values = index[column]
+    if column == "reward":  # those that rounding alone tells from the bound equal it
+        equal = pa.array([same_reward(one, typed) for one in values.to_pylist()], pa.bool_())
+        values = pc.if_else(equal, typed, values)
+    return pc.call_function(COMPARISONS[comparison], [values, pa.scalar(typed)])
 
 
 def records(run: str, runs_dir: Path, where: Sequence[str]) -> list[dict[str, Any]]:

@@ -60,6 +60,15 @@ def test_conditions_and_orders(index: TrajectoryIndex) -> None:
     assert episodes(index, task="train/a", descending=False) == ["train/a#0", "train/a#1", "train/a#2"]
 
 
+def test_bounds_of_rewards_have_no_digits_of_rounding(run: Path) -> None:
+    rounded = 0.7 + 0.2 + 0.1
+    write_step(run, 2, [record("train/c#0", [said("words")], rounded), record("train/c#1", [said("words")], 0.999)])
+    with index_of(run) as index:
+        index.refresh(10)
+        assert episodes(index, reward_min=1, step=2) == ["train/c#0"]
+        assert episodes(index, reward_max=rounded, reward_min=0.9995) == ["train/c#0", "train/a#1"]
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.torch
 
 def verdict(values: Sequence[Any], **settings: Any) -> str | None:
     stopping = Stopping(StopConfig(**{"metric": "reward", **settings}))
-    stopping.begin({"version": number + 1, "reward": value} for number, value in enumerate(values))
+    metric = settings.get("metric", "reward")
+    stopping.begin({"version": number + 1, metric: value} for number, value in enumerate(values))
     return stopping.why()
 
 
@@ -32,6 +33,16 @@ def test_a_target_is_reached_by_the_newest_value() -> None:
     assert verdict([0.95, 0.8], target=0.9) is None, "it was luck"
     assert verdict([0.2, 0.9], target=0.9) == "reward is 0.9 at version 2: the target 0.9 is reached"
     assert verdict([0.2, 0.1], target=0.1, better="lower") == "reward is 0.1 at version 2: the target 0.1 is reached"
+
+
+def test_rewards_that_differ_by_rounding_are_one_value() -> None:
+    rounded = 0.7 + 0.2 + 0.1
+    assert verdict([0.2, rounded], target=1.0) is not None
+    assert verdict([0.2, 1.0], target=rounded) is not None
+    assert verdict([0.2, 0.999], target=1.0) is None
+    assert verdict([0.7, 0.7 - 0.2 - 0.5], target=-1e-9, better="lower") is not None
+    assert verdict([0.2, rounded, 1.0], patience=1) is not None, "1 is not better"
+    assert verdict([3e-6, 2e-6], target=1.5e-6, better="lower", metric="lr") is None, "no reward"
 
 
 def test_a_window_is_filled_before_it_counts() -> None:

@@ -59,6 +59,15 @@ def test_ls_sums_up_by_any_column_and_takes_conditions(folder: Path) -> None:
     assert [line.split()[0] for line in ask("ls", folder, *words).stdout.splitlines()[1:]] == ["train/1#0", "train/2#0"]
 
 
+@pytest.mark.parametrize(("where", "number"), [("=", 2), (">=", 3), (">", 1), ("<=", 4), ("<", 2)])
+def test_rewards_that_differ_by_rounding_are_one_value(folder: Path, where: str, number: int) -> None:
+    rewards = [0.0, 0.999, 0.7 + 0.2 + 0.1, 1.0, 2.0]
+    archive = Archive(folder / "archive")
+    archive.append(3, [episode(f"train/3#{place}", reward, 3) for place, reward in enumerate(rewards)])
+    words = ("--json", "--where", "step=3", "--where", f"reward{where}1")
+    assert json.loads(ask("ls", folder, *words).stdout)[0]["episodes"] == number
+
+
 def test_a_step_after_the_index_is_named_as_not_learned(folder: Path, tmp_path: Path) -> None:
     Archive(folder / "archive").append(3, [episode("train/3#0", 1.0, 3)])
     steps = json.loads(ask("ls", folder, "--json").stdout)
