@@ -163,10 +163,24 @@ def _ground_truth(reward_model: Any, where: str) -> Any:
         )
     if not isinstance(reward_model, Mapping) or reward_model.get("ground_truth") is None:
         raise DataError(f"{where}: reward_model.ground_truth is missing; found {reward_model!r}")
-    truth = reward_model["ground_truth"]
-    if isinstance(truth, float) and math.isnan(truth):
-        raise DataError(f"{where}: reward_model.ground_truth is NaN, which equals no answer: an empty cell of a table?")
-    return _check_plain(truth, f"{where}: reward_model.ground_truth")
+    truth = _check_plain(reward_model["ground_truth"], f"{where}: reward_model.ground_truth")
+    if place := _place_of_nan(truth, "reward_model.ground_truth"):
+        raise DataError(f"{where}: {place} is NaN, which equals no answer: an empty cell of a table?")
+    return truth
+
+
+def _place_of_nan(value: Any, place: str) -> str:
+    """Return where NaN is in plain data, at any depth; empty if nowhere."""
+    waiting = [(place, value)]
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, float) and math.isnan(value):
+            return place
+        if isinstance(value, list):
+            waiting += ((f"{place}[{index}]", item) for index, item in enumerate(value))
+        elif isinstance(value, dict):
+            waiting += ((f"{place}.{key}", item) for key, item in value.items())
+    return ""
 
 
 def _with_column(problem: str) -> str:

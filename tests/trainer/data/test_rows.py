@@ -139,6 +139,8 @@ BAD_ROWS = [
     (GOOD | {"extra_info": {"\ud83d": 1}}, "extra_info: half of a surrogate pair"),
     (GOOD | {"data_source": "two\nlines"}, "data_source must be at most 200 printable"),
     (truth(math.nan), "reward_model.ground_truth is NaN, which equals no answer"),
+    (truth(["4", math.nan]), r"reward_model\.ground_truth\[1\] is NaN, which equals no answer"),
+    (truth({"a": 1, "b": [{"c": math.nan}]}), r"reward_model\.ground_truth\.b\[0\]\.c is NaN, which equals no answer"),
     (GOOD | {"reward_model": '{"ground_truth": "2"}'}, "reward_model is text, an object is needed"),
     (
         json.dumps(GOOD, ensure_ascii=False).replace("1 + 1", "1 é 1").encode("latin-1"),
