@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from tests.sandbox.swe.conftest import CONFIG, LIMITS, two_by_default
 from tests.sandbox.swe.wordkit import TESTS, patch_by
 
 from penstock.sandbox import RemoteSandbox, SandboxError, make_sandbox
-from penstock.sandbox.swe import SweEnvironment, SweTaskError, check_task, grade
+from penstock.sandbox.swe import Grade, SweEnvironment, SweTaskError, check_task, grade, run_tests
+from penstock.sandbox.swe.decoys import BoxChanges, Round
+from penstock.sandbox.swe.grading import _verdict
+from penstock.sandbox.swe.grading_box import GradingRun
 
 pytestmark = pytest.mark.bwrap
 
@@ -142,6 +146,30 @@ async def test_grade_honest_fixes_on_a_busy_machine(sandbox, task):
             loop.kill()
             loop.wait()
     assert [one.reason for one in graded if not one.resolved] == []
+
+
+async def test_grade_true_round_is_at_a_place_of_chance(task):
+    """Whoever knows its place forges its results there alone."""
+    wrong = (task.fail_to_pass[:1], (*task.fail_to_pass[1:], *task.pass_to_pass))
+    rounds = [Round.true(task, BoxChanges()), *(Round(BoxChanges(hidden=(name,)), *wrong) for name in "ab")]
+
+    class Boxes:
+        def __init__(self):
+            self.used = []
+
+        async def run(self, _, changes):
+            (one,) = (one for one in rounds if one.changes is changes)
+            self.used.append(one)
+            outcomes = dict.fromkeys(one.right, "passed") | dict.fromkeys(one.wrong, "failed")
+            verdict = Grade(task.instance_id, outcomes, task.fail_to_pass, task.pass_to_pass)
+            return GradingRun(verdict, run_tests.TestOutcomes(outcomes, "", ""))
+
+    orders = set()
+    for _ in range(200):
+        boxes = Boxes()
+        assert (await _verdict(boxes, task.patch, rounds)).resolved
+        orders.add(tuple(rounds.index(one) for one in boxes.used))
+    assert orders == set(itertools.permutations(range(3)))
 
 
 async def test_grade_patch_that_does_not_apply_is_the_models_fault(sandbox, task, tasks):
