@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from tests.sandbox.swe.cheats import CHEATS, IDS, RIGHT, make_task, patch_with
 from tests.sandbox.swe.conftest import LIMITS
+from tests.sandbox.swe.wordkit import patch_by
 
 from penstock.datasets.swe import write_box_packages
 from penstock.sandbox.swe import check_task, grade
@@ -72,10 +74,21 @@ print("SEEN", json.dumps([looks, times, unread, os.getpid(), sorted(os.environ)]
 """
 
 
+EARLY = """
+import json, os
+files = [os.path.join(folder, name) for folder, _, names in os.walk(".") for name in names]
+unread = {file: os.lstat(file).st_atime_ns for file in sorted(files) if file != "./kit/__init__.py"}
+print("SEEN EARLY", json.dumps(unread))
+"""
+"""Before a test file is read: pytest itself imports the package as a plugin."""
+LOOKING = f"cat > kit/__init__.py <<'END'\n{EARLY}END\ncat > kit/bits.py <<'END'\n{LOOKS}{RIGHT}END"
+
+
 @pytest.mark.parametrize("shape", ["computed", pytest.param("file", marks=pytest.mark.deep)])
-async def test_grade_every_box_looks_the_same(sandbox, bits, shape, monkeypatch):
-    """To code that knows the runner: its objects, times of files, its process."""
-    task = dataclasses.replace(bits[shape], test_command="python3 -m pytest -s")
+async def test_grade_every_box_looks_the_same(sandbox, bits, shape, monkeypatch, tmp_path):
+    """To code that knows the runner: its objects, times of files (also of hidden tests before they are read), its
+    process."""
+    task = dataclasses.replace(bits[shape], test_command="python3 -m pytest -s -p kit")
     await grade(sandbox, task, task.patch, LIMITS)  # what is learnt once is learnt
     seen: list[str] = []
     first = await sandbox.start("a box to learn its kind")
@@ -89,10 +102,11 @@ async def test_grade_every_box_looks_the_same(sandbox, bits, shape, monkeypatch)
         return result
 
     monkeypatch.setattr(kind, "run", watched)
-    patch = patch_with(task.repository, task.base_commit, LOOKS + RIGHT)
+    patch = patch_by(task.repository, task.base_commit, LOOKING, tmp_path / "tree")
     assert (await grade(sandbox, task, patch, LIMITS)).resolved
-    assert len(seen) == 1 + LIMITS.decoys
-    assert len(set(seen)) == 1
+    assert len(seen) == 2 * (1 + LIMITS.decoys)
+    assert len(set(seen)) == 2
+    assert f"./tests/test_{shape}.py" in json.loads(min(seen).removeprefix("SEEN EARLY"))
 
 
 async def test_check_names_tests_open_to_cheats(sandbox, bits):
