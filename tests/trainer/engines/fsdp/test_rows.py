@@ -138,6 +138,17 @@ def test_what_a_model_decides_from_the_whole_call_is_decided_for_each_row(
     assert max(gaps(policy, model)) <= SAME
 
 
+@pytest.mark.parametrize("window", [16, 65])
+def test_rows_of_doge_beyond_its_window_are_exact(tmp_path: Path, ranks: Ranks, window: int) -> None:
+    """Beyond `keep_window_size` it keeps keys by the longest row of the call; 65 is longer than the rows that are
+    tried on the model itself, and shorter than one that is compared."""
+    model = replace(BY_KIND["Doge"], changes={"keep_window_size": window}).save(tmp_path)
+    engine = FSDPEngine(model, TrainerConfig(dtype="float32"), ranks)
+    assert engine.row_layout is RowLayout.ALONE
+    assert max(len(row.ids) for row in tiny_rows()) > window
+    assert max(gaps(engine.policy, model)) <= SAME
+
+
 @pytest.mark.parametrize("global_head_dim", [8, 16])
 def test_gemma_4_trains_with_heads_of_several_sizes(tmp_path: Path, ranks: Ranks, global_head_dim: int) -> None:
     """Layers without a window have heads of their own size; the engine starts, its rows are exact, its weights learn.
