@@ -20,6 +20,8 @@ from rich.console import Console
 
 from penstock.common import FileLock, NotPrivate, frozen_start, keep_logs_bounded, listen, write_atomically
 from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
+from penstock.deploy.preflight.service import KEYS_VARIABLE
+from penstock.deploy.preflight.suite import refuse_doomed, service_checks
 from penstock.deploy.run.connection import RedisLost, RunConnection, connect_file, limits_of
 from penstock.deploy.run.launcher import (
     Interrupted,
@@ -38,11 +40,7 @@ from penstock.deploy.run_dir import RunDir
 from penstock.deploy.telemetry.metrics import MetricsTarget, RequestCounts, RoleState, head_served
 from penstock.service import BadKeys, ServiceContext, ServiceJob, parse_keys, run_service, serve_api
 from penstock.trainer import BadJob
-from penstock.trainer.service import check_settings
 from penstock.transfer_queue import LogForgotten, QueueError, TrainerFenced
-
-KEYS_VARIABLE = "PENSTOCK_SERVICE_KEYS"
-"""``NAME=KEY,NAME=KEY``: who may call the API."""
 
 
 def serve_recipe(recipe: Path, overrides: list[str], *, host: str, port: int, model_name: str | None) -> int:
@@ -55,7 +53,7 @@ def serve_recipe(recipe: Path, overrides: list[str], *, host: str, port: int, mo
 
     try:
         config = load_config(recipe, overrides, with_tasks=False)
-        check_settings(config.trainer)
+        refuse_doomed(service_checks(config, with_trials=False))
         asyncio.run(_serve(config, console, host=host, port=port, model_name=model_name or Path(config.model).name))
     except (ConfigError, BadJob, BadKeys, OSError) as error:
         return complain(str(error), 2)

@@ -32,6 +32,7 @@ def doctor(
     join: Annotated[
         bool, typer.Option("--join", help="Check whether this machine can join the running run that connect.env names.")
     ] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="Check it for penstock serve, which needs no tasks.")] = False,
     recipes: Annotated[
         Path | None,
         typer.Option(
@@ -55,13 +56,14 @@ def doctor(
     check is explained in docs/guide/operations.md. Exits with 1 if one fails.
 
     Examples: penstock doctor recipes/calculator.yaml trainer.ranks=2
+    penstock doctor service.yaml --serve
     . runs/mine/connect.env; penstock doctor --join
     penstock doctor --recipes recipes
     """
     try:
         if recipes is not None or described is not None:
             raise typer.Exit(0 if _of_folder(recipes, described, as_json, alone=recipe is None and not join) else 1)
-        checks = _joining(recipe, overrides or []) if join else _running(recipe, overrides or [])
+        checks = _joining(recipe, overrides or []) if join else _running(recipe, overrides or [], serve=serve)
         ok = _as_json(checks) if as_json else _as_lines(checks)
     except ConfigError as error:
         if as_json:
@@ -72,13 +74,14 @@ def doctor(
     raise typer.Exit(0 if ok else 1)
 
 
-def _running(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:
+def _running(recipe: Path | None, overrides: list[str], *, serve: bool) -> Iterator[Check]:
     """Raises `ConfigError`."""
-    from penstock.deploy.preflight.suite import all_checks
+    from penstock.deploy.preflight.suite import all_checks, service_checks
 
     if recipe is None:
         raise ConfigError("RECIPE is missing: penstock doctor recipes/calculator.yaml, or --join for a running run")
-    return all_checks(load_config(recipe, overrides))
+    config = load_config(recipe, overrides, with_tasks=not serve)
+    return service_checks(config) if serve else all_checks(config)
 
 
 def _joining(recipe: Path | None, overrides: list[str]) -> Iterator[Check]:

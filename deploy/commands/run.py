@@ -12,7 +12,7 @@ from rich.console import Console
 from penstock.common import uncollected
 from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
 from penstock.deploy.preflight.stop_grace import with_stop_grace
-from penstock.deploy.preflight.suite import run_checks
+from penstock.deploy.preflight.suite import refuse_doomed, run_checks
 from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere
 from penstock.deploy.run.supervisor import Placement
 from penstock.deploy.run_dir import RunDir
@@ -101,8 +101,7 @@ def _refuse_doomed(config: RunConfig, *, here: bool) -> None:
     for check in checks:
         if check.warns:
             console.print(f"{check.name}: {check.found}; {check.fix}", style="yellow", markup=False, soft_wrap=True)
-    if failed := [check for check in checks if not check.ok]:
-        raise ConfigError("\n".join(f"{check.name}: {check.found}\n  fix: {check.fix}" for check in failed))
+    refuse_doomed(checks)
 
 
 def _complain(message: str, status: int) -> int:

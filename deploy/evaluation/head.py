@@ -31,7 +31,7 @@ from penstock.deploy.config import ConfigError, RunConfig, dump_config
 from penstock.deploy.evaluation.episodes import EpisodeResult, Part, ResultsFile, parts_of, result_of, task_of
 from penstock.deploy.evaluation.report import table_of, write_report
 from penstock.deploy.evaluation.target import EvalPlan, EvalRequest, export_model, resolve_target
-from penstock.deploy.preflight.suite import evaluation_checks
+from penstock.deploy.preflight.suite import evaluation_checks, refuse_doomed
 from penstock.deploy.run.connection import RedisLost, RunConnection, connect_file, limits_of
 from penstock.deploy.run.launcher import (
     Interrupted,
@@ -99,8 +99,7 @@ def _evaluate(plan: EvalPlan, console: Console) -> list[EpisodeResult]:
         console.print(f"{plan.config.name}: {total} episodes{earlier}", markup=False)
         console.print(f"  folder: {run.root}", markup=False, soft_wrap=True)
         if len(file.results) < total:
-            if failed := [check for check in evaluation_checks(plan.config) if not check.ok]:
-                raise ConfigError("\n".join(f"{one.name}: {one.found}\n  fix: {one.fix}" for one in failed))
+            refuse_doomed(evaluation_checks(plan.config))
             asyncio.run(_run(plan, file, console))
         return file.results
 

@@ -53,6 +53,7 @@ FIXES = {
     "received weights": "set rollout.broadcast_receive=in_place: broadcasts then need no memory for a second version",
     "offloaded KV": "lower rollout.kv_offload_gb",
     "published weights": "set rollout.weight_transport=disk",
+    "requests": "lower transfer_queue.max_bytes",
     "in flight": "lower max_staleness, groups_per_step or agent.max_response_tokens",
     "processes": "lower agent.workers, rollout.servers or trainer.ranks",
 }
@@ -72,11 +73,11 @@ def check_memory(config: RunConfig) -> Iterator[Check]:
     if shape is None:
         yield skipped("memory", f"{config.model}: its size is unknown until its files are here")
         return
-    yield _on_host(host_parts(config, shape))
+    yield check_host(host_parts(config, shape))
     yield _in_flight(config)
 
 
-def _on_host(parts: dict[str, float]) -> Check:
+def check_host(parts: dict[str, float]) -> Check:
     total, have, free = sum(parts.values()), memory_bytes(), available_bytes()
     listed = ", ".join(f"{name} {human(size)}" for name, size in parts.items() if size >= 1 << 20)
     detail = f"about {human(total)} of {human(have)} ({listed})"

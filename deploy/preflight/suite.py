@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.agent_loops import allow_imports_from
-from penstock.deploy.config import RunConfig
+from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.preflight.agent import (
     check_lengths,
     check_loop,
@@ -44,6 +44,7 @@ from penstock.deploy.preflight.network import (
 )
 from penstock.deploy.preflight.routing import check_routing_replay
 from penstock.deploy.preflight.sandbox import check_containment, check_sandbox
+from penstock.deploy.preflight.service import check_keys, check_service, check_service_memory
 from penstock.deploy.preflight.settings import (
     check_algorithm,
     check_capacity,
@@ -131,6 +132,32 @@ EVALUATION: tuple[Asked, ...] = (
     check_template,
 )
 """Checks of what would end an evaluation, which needs no trainer, no step and none of the recipe's own data."""
+SERVICE: tuple[Asked, ...] = (
+    check_service,
+    check_keys,
+    check_dtype,
+    check_ports,
+    check_weights_host,
+    check_redis,
+    check_devices,
+    check_engine,
+    check_trainer,
+    check_model,
+    check_size,
+    check_vocabulary,
+    check_context,
+)
+"""Facts of `penstock serve`, which has no tasks, agent workers or boxes."""
+SERVICE_TRIALS: tuple[Asked, ...] = (
+    check_versions,
+    check_open_files,
+    check_threads,
+    check_service_memory,
+    check_driver,
+    check_gpus,
+    check_disk,
+    check_own_redis,
+)
 JOINING: tuple[Asked, ...] = (
     check_versions,
     check_open_files,
@@ -164,12 +191,22 @@ def all_checks(config: RunConfig) -> Iterator[Check]:
     return _ask([*FACTS, *TRIALS], config)
 
 
+def service_checks(config: RunConfig, *, with_trials: bool = True) -> Iterator[Check]:
+    return _ask([*SERVICE, *(SERVICE_TRIALS if with_trials else ())], config)
+
+
 def joining_checks(config: RunConfig) -> Iterator[Check]:
     return _ask(JOINING, config)
 
 
 def evaluation_checks(config: RunConfig) -> Iterator[Check]:
     return _ask(EVALUATION, config)
+
+
+def refuse_doomed(checks: Iterable[Check]) -> None:
+    """Raises `ConfigError` that names every check that fails, with its fix."""
+    if failed := [check for check in checks if not check.ok]:
+        raise ConfigError("\n".join(f"{check.name}: {check.found}\n  fix: {check.fix}" for check in failed))
 
 
 def _ask(checks: Sequence[Asked], config: RunConfig) -> Iterator[Check]:
