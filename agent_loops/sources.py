@@ -38,8 +38,8 @@ def tools_of(config: AgentConfig, data_source: str, tools: Mapping[str, BaseTool
         return tools
     for name in own.tools:
         if name not in tools:
-            has = f"the recipe's tools are {', '.join(tools)}" if tools else "the recipe has no tools"
-            raise LoadError(f"agent.sources.{data_source}.tools: no tool {name!r}{nearest(name, tools)}; {has}")
+            has = f"; the recipe's tools are {', '.join(tools)}" if tools else "; the recipe has no tools"
+            raise LoadError(f"agent.sources.{data_source}.tools: no tool {name!r}{nearest(name, tools) or has}")
     return {name: tool for name, tool in tools.items() if name in own.tools}
 
 

@@ -246,7 +246,7 @@ def _read_recipe(recipe: Path) -> dict[str, Any]:
         shipped = [str(file.relative_to(RECIPES)) for file in RECIPES.rglob("*.yaml")]
         own = [file.name for end in ("yaml", "py") for file in recipe.parent.glob(f"*.{end}")]
         hint = nearest(recipe.name, own, cutoff=0.8) or nearest(str(recipe).removeprefix("recipes/"), shipped)
-        raise ConfigError(f"{recipe}: no such recipe file{hint}; `penstock recipes` lists Penstock's own")
+        raise ConfigError(f"{recipe}: no such recipe file{hint or '; `penstock recipes` lists those that ship'}")
     if recipe.suffix == ".py":
         return _read_python(recipe)
     try:
@@ -393,7 +393,7 @@ def _invalid(error: ValidationError, source: str, *sections: str) -> ConfigError
     if source.endswith(".py"):
         no_tasks = (
             "  data: no tasks; define a class with reset(seed) and step(action) in this file, or TASKS, a list of "
-            "rows, and compute_score; or set data.train in SETTINGS (docs/guide/environment.md)"
+            "rows, and compute_score; or set data.train in SETTINGS"
         )
         lines = [no_tasks if line.startswith("  data: is required") else line for line in lines]
-    return ConfigError("\n".join([f"{source}: {len(lines)} problem(s)", *lines]))
+    return ConfigError("\n".join([f"{source}: {len(lines)} problem{'s' * (len(lines) > 1)}", *lines]))

@@ -27,9 +27,9 @@ class ConfigSchema:
             sentence = removed(dotted)
             return f"{dotted}: {sentence}" if sentence else f"{dotted}: no such key{self._nearest(location)}"
         if problem["type"] == "missing":
-            return f"{dotted}: is required; {self._description(location)}"
+            return f"{dotted}: is required. {self._description(location)}"
         message = problem["msg"].removeprefix("Value error, ")
-        return f"{dotted}: {message[:1].lower()}{message[1:]} (got {problem['input']!r}); {self._description(location)}"
+        return f"{dotted}: {message[:1].lower()}{message[1:]} (got {problem['input']!r}). {self._description(location)}"
 
     def _nearest(self, location: Sequence[str]) -> str:
         if known := ELSEWHERE.get(location[-1]):

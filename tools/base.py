@@ -89,8 +89,8 @@ class BaseTool(ABC):
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
         """Raises `TypeError` for a setting that `defaults` does not have."""
         if unknown := sorted(set(settings) - set(self.defaults)):
-            known = f"known are {', '.join(self.defaults)}" if self.defaults else "it has none"
-            raise TypeError(f"unknown setting {unknown[0]!r}{nearest(unknown[0], self.defaults)}; {known}")
+            known = f"; known are {', '.join(self.defaults)}" if self.defaults else "; it has none"
+            raise TypeError(f"unknown setting {unknown[0]!r}{nearest(unknown[0], self.defaults) or known}")
         self.sandbox = sandbox
         self.settings = {**self.defaults, **settings}
 

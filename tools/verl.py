@@ -38,12 +38,13 @@ def from_verl(entry: Mapping[str, Any]) -> dict[str, Any]:
 def read_tools(value: Any) -> Any:
     """A recipe's `tools`: a list as it is, or the entries of a YAML file with a `tools` list, ours or verl's.
 
-    Raises `ValueError` naming the file.
+    Raises `ValueError` naming the file, or the entry that is a name alone.
     """
+    for entry in value if isinstance(value, list) else [value]:
+        if isinstance(entry, str) and (".py:" in entry or entry is not value):
+            raise ValueError(f"{entry}: an entry of the list is a mapping; write tools='[{{name: {entry}}}]'")
     if not isinstance(value, str):
         return value
-    if ".py:" in value:
-        raise ValueError(f"{value}: a tool is an entry of a list; write tools='[{{name: {value}}}]'")
     try:
         return list(yaml.safe_load(Path(value).read_text())["tools"])
     except (OSError, KeyError, TypeError, yaml.YAMLError) as error:

@@ -233,10 +233,8 @@ def choice_for(data_source: str, own: Mapping[str, str | RewardChoice]) -> Rewar
         choice = entry_of(table, data_source)
         if choice is not None:
             return choice if isinstance(choice, RewardChoice) else RewardChoice(name=choice)
-    known = (*own, *DATA_SOURCES)
-    raise LoadError(
-        f"no reward for data_source {data_source!r}{nearest(data_source, known)}; add it to agent.rewards.sources"
-    )
+    hint = nearest(data_source, (*own, *DATA_SOURCES)) or "; add it to agent.rewards.sources"
+    raise LoadError(f"no reward for data_source {data_source!r}{hint}")
 
 
 def make_reward(choice: RewardChoice, recipe_dir: Path, sandbox: Sandbox | None) -> BaseReward:

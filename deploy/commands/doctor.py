@@ -52,8 +52,8 @@ def doctor(
 ) -> None:
     """Check that this machine can run a recipe, and report how to fix what fails.
 
-    Versions, ports, Redis, disk, memory, model, template, data, rewards, boxes (three attacks from inside one); every
-    check is explained in docs/guide/operations.md. Exits with 1 if one fails.
+    Versions, ports, Redis, disk, memory, model, template, data, rewards, boxes (three attacks from inside one).
+    Exits with 1 if one fails.
 
     Examples: penstock doctor recipes/calculator.yaml trainer.ranks=2
     penstock doctor service.yaml --serve

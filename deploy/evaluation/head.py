@@ -78,7 +78,10 @@ def evaluate_target(request: EvalRequest, *, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps(report))
     else:
-        Console(highlight=False).print(table_of(report))
+        terminal = Console(highlight=False)
+        heading = f"{report['name']}: {report['model']}, temperature {report['temperature']:g}"
+        terminal.print(heading, markup=False, soft_wrap=True)
+        terminal.print(table_of(report))
     missing = len(plan.rows) * plan.samples - len(results)
     if missing:
         return complain(f"{missing} episodes failed for the infrastructure; the same command runs them again", 1)

@@ -97,11 +97,10 @@ def _write(path: Path, value: Figures) -> None:
 
 
 def table_of(report: Figures) -> Table:
-    """Return a table for a terminal, with a column per data source."""
+    """Return a table for a terminal, with a column per data source, without its heading."""
     sources: Mapping[str, Figures] = report["sources"]
     names = list(dict.fromkeys(name for one in sources.values() for name in one))
-    title = f"{report['name']}: {report['model']}, temperature {report['temperature']:g}"
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for name in ("", *sources):
         table.add_column(name)
     for name in names:

@@ -13,7 +13,7 @@ from penstock.agent_loops import load_object
 from penstock.common.event_loop import run_users_code
 from penstock.datasets import BadSpec, is_generated
 from penstock.deploy.config import RunConfig
-from penstock.deploy.preflight.check import Check, skipped
+from penstock.deploy.preflight.check import Check, refused, skipped
 from penstock.deploy.preflight.data import data_sources, first_rows
 from penstock.deploy.preflight.sandbox import open_sandbox, tools_need_boxes
 from penstock.tools import BaseTool, ToolConfigError, close_tools, make_tools
@@ -75,9 +75,7 @@ def check_loop(config: RunConfig) -> Check | None:
         try:
             find_loop(name, Path())
         except LoadError as error:
-            return Check(
-                "agent.loop", False, str(error), "set agent.loop to a known name, a dotted path or FILE.py:NAME"
-            )
+            return refused("agent.loop", error, "set agent.loop to a known name, a dotted path or FILE.py:NAME")
     return Check("agent.loop", True, ", ".join(names))
 
 
@@ -110,7 +108,7 @@ def check_reward(config: RunConfig) -> Check | None:
     try:
         check_reward(config.agent, data_sources(config))
     except LoadError as error:
-        return Check(NAME, False, str(error), "set agent.reward to a known name, a dotted path or FILE.py:NAME")
+        return refused(NAME, error, "set agent.reward to a known name, a dotted path or FILE.py:NAME")
     return Check(NAME, True, config.agent.reward)
 
 
@@ -183,7 +181,7 @@ def _fix(config: RunConfig, reason: str) -> str:
         return "start the service that agent.rewards names, or correct its url"
     if "HTTP 401" in reason or "HTTP 403" in reason:
         return "the service refuses the token: set the environment variable of its key as the service has it"
-    return f"make {config.agent.reward} return a finite number for this row, see docs/guide/reward.md"
+    return f"make {config.agent.reward} return a finite number for this row"
 
 
 QUESTION = {"query": "penstock doctor"}

@@ -29,6 +29,12 @@ class Check:
         return "skip" if self.skipped else "warn" if self.warns else "ok"
 
 
+def refused(name: str, error: Exception, fix: str) -> Check:
+    """A failed check of what `error` says. A missing package is fixed by its own command, anything else by `fix`."""
+    found, install, command = str(error).partition(": pip install ")
+    return Check(name, False, found, f"pip install {command}" if install else fix)
+
+
 def skipped(name: str, why: str) -> Check:
     return Check(name, True, why, skipped=True)
 

@@ -68,12 +68,14 @@ def check_data(config: RunConfig) -> Check:
                 continue
             rows = load_rows(spec)
         except (DataError, BadSpec) as error:
-            return Check(
-                "data", False, str(error), "correct data.train or data.eval: docs/guide/data.md has every form"
+            fix = (
+                "set data.train and data.eval to a Parquet or JSON lines file, generate:NAME or harbor:FOLDER;"
+                " the first lines of a recipe that ships have the commands that make its files"
             )
+            return Check("data", False, str(error), fix)
         if config.rollout.engine in BLIND and any(row.has_images for row in rows):
             detail = f"{spec} has images, of which rollout.engine={config.rollout.engine} makes its own pixels"
-            return Check("data", False, detail, "set rollout.engine=vllm or hf, see docs/guide/vision.md")
+            return Check("data", False, detail, "set rollout.engine=vllm or hf")
         counts.append(f"{len(rows)} rows in {spec}")
     return Check("data", True, "; ".join(counts) or "generated for the run")
 
@@ -86,7 +88,7 @@ def check_curriculum(config: RunConfig) -> Check | None:
     try:
         config.data.curriculum.check(sorted(sources))
     except ValueError as error:
-        return Check(name, False, str(error), "name data sources of the data, see docs/guide/data.md")
+        return Check(name, False, str(error), f"the data has {', '.join(sorted(sources))}: name these")
     weights = (f"{source} {config.data.curriculum.of_source(source):g}" for source in sorted(sources))
     return Check(name, True, ", ".join(weights))
 

@@ -45,7 +45,7 @@ async def config_of(link: RunConnection) -> RunConfig:
 async def why_not(link: RunConnection, error: QueueError) -> list[Check]:
     """Return the reason why `config_of` could not read a queue."""
     redis = await examine_redis(link.url, link.username, link.password, TransferQueueConfig().max_bytes)
-    fix = "start it (`penstock run`), or name another with PENSTOCK_RUN; docs/guide/cluster.md has each role's rights"
+    fix = "start it (`penstock run`), or name another with PENSTOCK_RUN"
     return [*redis, Check("queue", False, str(error), fix)]
 
 
@@ -65,7 +65,7 @@ async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
     except QueueError as error:
         return [
             *redis,
-            Check("queue", False, str(error), "see the checks of redis, and docs/guide/cluster.md, Rights per role"),
+            Check("queue", False, str(error), "see the checks of redis, and the rights of this role's user of Redis"),
         ]
     finally:
         await queue.close()

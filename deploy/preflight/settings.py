@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.deploy.config import RunConfig
-from penstock.deploy.preflight.check import Check, skipped, warning
+from penstock.deploy.preflight.check import Check, refused, skipped, warning
 from penstock.deploy.preflight.data import data_sources
 from penstock.deploy.preflight.model import BadModelFiles, read_config
 from penstock.deploy.preflight.routing import token_bytes
@@ -144,7 +144,7 @@ def check_training_engine(config: RunConfig) -> Check | None:
         check_engine(trainer)
         _check_split(config)
     except ValueError as error:
-        return Check("trainer.engine", False, str(error), "correct trainer.engine, trainer.ranks or trainer.parallel")
+        return refused("trainer.engine", error, "correct trainer.engine, trainer.ranks or trainer.parallel")
     return Check("trainer.engine", True, detail)
 
 

@@ -1,6 +1,6 @@
 """Make the calculator recipe's base model: a tiny Qwen3 that could use a calculator and mostly does not.
 
-    python recipes/calculator/make_base_model.py --out recipes/calculator/model
+    python -m penstock.recipes.calculator.make_base_model --out recipes/calculator/model
 
 Tokenizer, weights and traces come from the seed alone. Supervised on `traces.py` in two phases: first most traces
 call the tool, so that copying becomes sharp; then they are mixed as the base model shall behave.
@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
-from traces import PYTHON_TOOL, Trace, trace
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from penstock.recipes.calculator.traces import PYTHON_TOOL, Trace, trace
 
 VOCABULARY = 600
 CONTEXT = 1024

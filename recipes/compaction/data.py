@@ -1,6 +1,6 @@
 """Notebooks of digits, and conversations that read them: how the recipe's model learns to read, and to forget.
 
-    python recipes/compaction/data.py --out data/compaction
+    python -m penstock.recipes.compaction.data --out data/compaction
 
 Writes train.parquet, eval.parquet and conversations.jsonl. The conversations are segments of compacted episodes: half
 of their summaries tell what was read since the last one alone, so a model that was trained on them loses the rest.

@@ -1,6 +1,6 @@
 """Calculator tasks as in collected data: few rows, most of them unsolvable.
 
-    python recipes/curriculum/data.py --out data/curriculum
+    python -m penstock.recipes.curriculum.data --out data/curriculum
 
 Writes train.parquet and eval.parquet. Of the rows to train on, fifteen in sixteen have an answer that is 1 too high.
 A right answer earns nothing there, but for the few rows whose numbers are so large that the reward tolerates 1

@@ -1,6 +1,6 @@
 """An OpenEnv server with a small environment: a digit is to be found, and each guess is answered with higher or lower.
 
-PYTHONPATH=.hubs/openenv python -P recipes/hubs/openenv_server.py --port 8765
+PYTHONPATH=.hubs/openenv python -P -m penstock.recipes.hubs.openenv_server --port 8765
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     penstock run recipes/openai_agent.yaml &            # no agent workers: all episodes are left to this file
     source runs/openai-agent/connect.env
-    python recipes/openai_agent/agent.py --url http://127.0.0.1:8100
+    python -m penstock.recipes.openai_agent.agent --url http://127.0.0.1:8100
 
 Nothing of the SDK is changed. `--api responses` speaks the Responses API instead of chat completions.
 """

@@ -1,11 +1,11 @@
 """ReTool's data as Parquet with verl's columns.
 
-    python recipes/retool/data.py arithmetic --out data/retool                    generated, for the laptop
-    python recipes/retool/data.py steps --out data/retool-steps                   sums in parts, for learn.yaml
-    python recipes/retool/data.py gsm8k --input DIR --out data/retool-gsm8k       GSM8K's train.jsonl and test.jsonl
-    python recipes/retool/data.py dapo --out data/retool-dapo                     DAPO-Math-17k, from the hub
-    python recipes/retool/data.py aime --year 2024 --out data/retool-dapo         AIME, from the hub, for evaluation
-    python recipes/retool/data.py demonstrations --out data/retool-sft            ReTool's own, for the cold start
+    python -m penstock.recipes.retool.data arithmetic --out data/retool               # generated, for the laptop
+    python -m penstock.recipes.retool.data steps --out data/retool-steps              # sums in parts, for learn.yaml
+    python -m penstock.recipes.retool.data gsm8k --input DIR --out data/retool-gsm8k  # GSM8K's two files
+    python -m penstock.recipes.retool.data dapo --out data/retool-dapo                # DAPO-Math-17k, from the hub
+    python -m penstock.recipes.retool.data aime --year 2024 --out data/retool-dapo    # AIME, for evaluation
+    python -m penstock.recipes.retool.data demonstrations --out data/retool-sft       # ReTool's own, for the cold start
 
 `--input` takes a file (GSM8K: a folder) that was fetched before.
 """

@@ -1,10 +1,10 @@
 """Search-R1's data as Parquet with verl's columns, and the corpus that is searched.
 
-    python recipes/search_r1/data.py small --out data/search-r1         questions about the corpus in this folder
-    python recipes/search_r1/data.py two_hops --out data/two-hops       those that need two searches, and a cold start
-    python recipes/search_r1/data.py nq_hotpotqa --out data/nq-hotpotqa NQ and HotpotQA as Search-R1 has them
-    python recipes/search_r1/data.py wiki18 --out data/wiki18           21 million passages of Wikipedia (2018)
-    penstock search-server --corpus data/wiki18/wiki-18.jsonl           builds its index at the first start
+    python -m penstock.recipes.search_r1.data small --out data/search-r1          # questions about corpus/
+    python -m penstock.recipes.search_r1.data two_hops --out data/two-hops        # for learn.yaml
+    python -m penstock.recipes.search_r1.data nq_hotpotqa --out data/nq-hotpotqa  # as Search-R1 has them
+    python -m penstock.recipes.search_r1.data wiki18 --out data/wiki18            # 21 million passages
+    penstock search-server --corpus data/wiki18/wiki-18.jsonl                     # builds its index at the first start
 
 The last two are fetched from the hub; `--input` takes a file (nq_hotpotqa: a folder with train.parquet and
 test.parquet) that was fetched before.

@@ -1,7 +1,7 @@
 """A small model for a laptop that knows nothing yet: Qwen3 of 2 million random weights, and a tokenizer of the corpus.
 
-    python recipes/search_r1/make_model.py --out data/search-r1/base
-    python recipes/search_r1/make_model.py --out data/two-hops/base --whole-names    for learn.yaml: 0.8 million
+    python -m penstock.recipes.search_r1.make_model --out data/search-r1/base
+    python -m penstock.recipes.search_r1.make_model --out data/two-hops/base --whole-names  # for learn.yaml
 
 With `--whole-names` each name of corpus/facts.jsonl is one token wherever it stands, and so is what prompts say of the
 tool: what is left to learn is which name to write, not how it is spelled, and contexts are short.

@@ -1,6 +1,6 @@
 """Rooms of Sokoban by their seeds, and turns of a player who knows the way and has a bad habit: the cold start.
 
-    python recipes/sokoban/data.py --out data/sokoban
+    python -m penstock.recipes.sokoban.data --out data/sokoban
 
 Writes train.parquet and eval.parquet, which share no room, and conversations.jsonl: turns played in training rooms. In
 a share of them (`--habit`) the player goes up whatever he sees, so a model that was trained on them solves few rooms,
@@ -17,9 +17,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from room import SIZE, VIEW, VIEWS, Cell, Position, best_moves, drawn, moved
-
 from penstock.datasets import Row, write_parquet
+from penstock.recipes.sokoban.room import SIZE, VIEW, VIEWS, Cell, Position, best_moves, drawn, moved
 
 QUESTION = "Move?"
 Message = Mapping[str, Any]

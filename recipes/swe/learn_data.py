@@ -1,6 +1,6 @@
 """Packages with two or three wrong lines, and conversations that repair some of them: most stop too early.
 
-    python recipes/swe/learn_data.py --out data/swe-learn
+    python -m penstock.recipes.swe.learn_data --out data/swe-learn
 
 learn_package/ has a function per file, and check.py, which says what is wrong first. A task is that package with
 another operator or constant in two or three files, and its tests hidden. Writes repositories/ (a folder per task),
@@ -22,10 +22,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from agent import SYSTEM
-from learn_package import check
-
 from penstock.datasets import Row, write_parquet
+from penstock.recipes.swe.agent import SYSTEM
+from penstock.recipes.swe.learn_package import check
 
 PACKAGE = Path(__file__).parent / "learn_package"
 BUGS = (2, 3)

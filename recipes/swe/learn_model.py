@@ -1,6 +1,6 @@
 """The model that learn.yaml begins with: Qwen3 of a million random weights, and a tokenizer made of its tasks.
 
-    python recipes/swe/learn_model.py --out data/swe-learn/base
+    python -m penstock.recipes.swe.learn_model --out data/swe-learn/base
 
 It has to be shown how to repair before it can learn anything (`penstock sft`). The system prompt with its tools, and
 what stands around the names, operators and numbers of a call or its result, are single tokens: an episode is two to
@@ -15,7 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from learn_data import (
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from penstock.agent_loops import load_object
+from penstock.recipes.swe.learn_data import (
     BOX_FOLDER,
     CHECK_COMMAND,
     FAILED,
@@ -25,11 +29,7 @@ from learn_data import (
     bugs_of,
     conversation,
 )
-from learn_package import check
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from penstock.agent_loops import load_object
+from penstock.recipes.swe.learn_package import check
 from penstock.testing import FakeSandbox
 from penstock.tools import ToolConfig, make_tools
 

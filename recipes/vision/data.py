@@ -1,6 +1,6 @@
 """Generated pictures as a dataset with the column `images`, as verl and EasyR1 have it; and a page to look at.
 
-    python recipes/vision/data.py --out data/vision
+    python -m penstock.recipes.vision.data --out data/vision
 
 Writes train.parquet and eval.parquet, each row with `<image>` in its prompt and a PNG next to it. For screen.yaml it
 writes screen.parquet and, in runs/demo, what `penstock dashboard` shows of a run.
@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from pictures import QUESTIONS, Picture, picture
-from screen import VIEWS, address_of
-
 from penstock.datasets import Row, write_parquet
+from penstock.recipes.vision.pictures import QUESTIONS, Picture, picture
+from penstock.recipes.vision.screen import VIEWS, address_of
 
 RUN = "demo"
 STEPS = 20

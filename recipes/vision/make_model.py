@@ -1,6 +1,6 @@
 """Make the recipe's base model: a tiny Qwen2.5-VL that sees what is in a picture, and mostly guesses its answer.
 
-    python recipes/vision/make_model.py --out data/vision/model
+    python -m penstock.recipes.vision.make_model --out data/vision/model
 
 A cold start of two parts. First it learns to see: right answers alone, until it names what is in pictures that it was
 not shown. Then it learns to doubt: with the vision tower fixed, its answers become a guess among those that fit the
@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from pictures import QUESTIONS, SIDE, WORDS, picture
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -32,6 +31,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from penstock.recipes.vision.pictures import QUESTIONS, SIDE, WORDS, picture
 
 HERE = Path(__file__).parent
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

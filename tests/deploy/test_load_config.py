@@ -41,7 +41,8 @@ def test_load_config_override_values(recipe: Path) -> None:
         ("rollout.broadcast_receive=in_place", ["rollout.broadcast_receive:", "rollout.weight_transport=broadcast"]),
         ("rollout.kv_offload_gb=8", ["rollout.kv_offload_gb:", "rollout.engine is hf"]),
         ("rollout.engine=tpu", ["rollout.engine:", "'hf', 'vllm', 'sglang' or 'served'"]),
-        ("agent.parser=hermez", ["1 problem(s)", "  agent.parser: ", "'auto', 'hermes'", "Format of the model's"]),
+        ("agent.parser=hermez", ["1 problem\n", "  agent.parser: ", "'auto', 'hermes'", "Format of the model's"]),
+        ("tools=[guess.py:Guess]", ["tools: guess.py:Guess", "write tools='[{name: guess.py:Guess}]'"]),
         ("group_size=0", ["group_size:", "greater than or equal to 1", "Episodes per task"]),
         ("trainer", ["override 'trainer'", "section.key=value"]),
         ("trainer.lr=[1", ["override 'trainer.lr=[1'", "not valid YAML", "expected ',' or ']'"]),
@@ -83,7 +84,7 @@ def test_an_empty_text_is_a_value(recipe: Path) -> None:
 
 def test_missing_keys_and_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("{}")
-    with pytest.raises(ConfigError, match="model: is required; Model folder or hub name"):
+    with pytest.raises(ConfigError, match=r"model: is required\. Model folder or hub name"):
         load_config(tmp_path / "empty.yaml")
     with pytest.raises(ConfigError, match="no such recipe file; `penstock recipes`"):
         load_config(tmp_path / "absent.yaml")

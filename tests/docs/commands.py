@@ -140,9 +140,12 @@ SETTINGS: Mapping[str, Callable[[Mapping[str, Any], Path], None]] = {
 
 
 def check_python(words: list[str], folder: Path) -> None:
+    words = words[words[:1] == ["-P"] :]
     if words and words[0] == "-m":
         if importlib.util.find_spec(words[1]) is None:
             raise Wrong(f"python -m {words[1]}: there is no such module")
+        if words[1].startswith("penstock.recipes."):
+            check_file(words[1].removeprefix("penstock.").replace(".", "/") + ".py", words[2:])
     elif words and words[0].endswith(".py") and not (folder / words[0]).is_file():
         check_file(words[0], words[1:])
 

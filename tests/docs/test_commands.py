@@ -91,6 +91,7 @@ def test_every_key_in_the_prose_exists(page: str) -> None:
         "scripts/setup --everything",
         "scripts/set-up",
         "python -m penstock.deploy.configuration",
+        "python -m penstock.recipes.retool.data arithmetic --output data/retool",
         "pytest -m browsers",
         "pip install 'penstock[voice]'",
         "penstok run RECIPE",

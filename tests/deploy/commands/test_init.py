@@ -79,6 +79,7 @@ def test_a_project_names_its_own_files_alone(name: str, tmp_path: Path) -> None:
     there = {Path(file).name for file in texts} | {"model.safetensors"}
     for file, text in texts.items():
         assert "recipes/" not in text, file
+        assert "penstock.recipes" not in text, file
         assert "../" not in text, file
         named = set(re.findall(r"(?<![/\w-])[\w-]+\.(?:py|yaml|jinja)\b", text))
         assert named - there - ELSEWHERE == set(), file
@@ -102,6 +103,14 @@ def test_a_project_loads_and_passes_its_tests(name: str, tmp_path: Path) -> None
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_project.py"]
     ended = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("module", ["sokoban.data", "swe.learn_data", "vision.data"])
+def test_a_recipe_s_script_runs_without_a_clone(module: str, tmp_path: Path) -> None:
+    """From an empty folder, although it needs other files of its recipe."""
+    argv = [sys.executable, "-m", f"penstock.recipes.{module}", "--help"]
+    ended = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert (ended.returncode, ended.stdout[:5]) == (0, "usage"), ended.stderr
 
 
 def test_a_project_has_the_base_model(tmp_path: Path) -> None:

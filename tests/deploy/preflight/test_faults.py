@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ SETTINGS: list[tuple[Asked, list[str], str, str]] = [
     (check_template, ["tools=[{name: pyton}]"], "tools", "correct this entry"),
     (check_reward, ["agent.reward=", "tools=[]"], "agent.reward", "no loop and no tool gives a reward"),
     (check_reward, ["agent.reward=/nowhere/no_reward.py:score"], "agent.reward", r"/nowhere/no_reward\.py"),
+    (check_data, ["data.train=no/such.parquet"], "data", "first lines of a recipe that ships"),
     (check_model, ["model=./no/such/model"], "model", r"config\.json, tokenizer"),
     *(
         (
@@ -121,6 +123,14 @@ SETTINGS: list[tuple[Asked, list[str], str, str]] = [
 @pytest.mark.parametrize(("check", "overrides", "name", "fix"), SETTINGS)
 def test_settings_that_cannot_work(check: Asked, overrides: list[str], name: str, fix: str) -> None:
     assert_refused(check, overrides, name, fix)
+
+
+def test_a_missing_package_is_fixed_by_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    check = check_reward(load_config(RECIPE, ["agent.reward=maths"]))
+    assert check is not None
+    assert check.fix == "pip install 'penstock[math]'"
+    assert "pip" not in check.found
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def check(config: TrainerConfig) -> None:
             "trainer.activation_offload does not move what trainer.recompute selective keeps: set recompute to true"
         )
     if config.lora.rank and find_spec("peft") is None:
-        raise BadJob("trainer.lora needs the package peft: pip install penstock[lora]")
+        raise BadJob("trainer.lora needs the package peft: pip install 'penstock[lora]'")
     if config.liger and find_spec("liger_kernel") is None:
         raise BadJob("trainer.liger needs the package liger-kernel: pip install liger-kernel")
 
