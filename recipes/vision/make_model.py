@@ -276,4 +276,7 @@ def save(model: Any, tokenizer: Any, processor: Any, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: the model is not finished, the same command begins again") from None
