@@ -28,7 +28,7 @@ def serve(
     Keys: PENSTOCK_SERVICE_KEYS="alice=tml-…,bob=tml-…", or else one that is made and is in runs/NAME/service/key. Each
     key sees what is its own alone.
 
-    Examples: penstock serve recipes/service.yaml model=Qwen/Qwen3-4B-Instruct-2507 rollout.engine=vllm
+    Examples: penstock serve recipes/calculator.yaml model=Qwen/Qwen3-4B-Instruct-2507 rollout.engine=vllm
 
     export TINKER_BASE_URL=http://127.0.0.1:8790 TINKER_API_KEY=$(cat runs/service/service/key)
 

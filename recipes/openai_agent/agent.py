@@ -17,22 +17,26 @@ import os
 from typing import Any
 
 import httpx
-from agents import (
-    Agent,
-    AgentsException,
-    FunctionTool,
-    MaxTurnsExceeded,
-    Model,
-    ModelBehaviorError,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    Runner,
-    set_tracing_disabled,
-)
-from openai import APIError, AsyncOpenAI
 
 from penstock.sandbox import SandboxConfig, make_sandbox
 from penstock.tools import EpisodeBox, PythonTool, ToolInfraError
+
+try:
+    from agents import (
+        Agent,
+        AgentsException,
+        FunctionTool,
+        MaxTurnsExceeded,
+        Model,
+        ModelBehaviorError,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        set_tracing_disabled,
+    )
+    from openai import APIError, AsyncOpenAI
+except ImportError as missing:
+    raise SystemExit(f"{missing}: pip install openai-agents") from None
 
 WAIT_S = 20.0
 """Time that one `POST /episodes` may wait for work."""
