@@ -98,9 +98,9 @@ def _fill(folder: Path, template: Template) -> list[str]:
 def project_files(template: Template) -> Iterator[tuple[str, bytes]]:
     """Yields (name in the project, content) of each file, with the shipped paths replaced by the project's."""
     names = {f"recipes/{source}": name for name, source in template.files.items()}
-    for source, name in [(source, name) for name, source in template.files.items()]:
-        module, own = (Path(file).with_suffix("").as_posix().replace("/", ".") for file in (source, name))
-        names |= {f"-m penstock.recipes.{module}": name, f"penstock.recipes.{module}": own}
+    for own, shipped in template.files.items():
+        module, imported = (Path(file).with_suffix("").as_posix().replace("/", ".") for file in (shipped, own))
+        names |= {f"-m penstock.recipes.{module}": own, f"penstock.recipes.{module}": imported}
     changes = [*template.replace.items(), *sorted(names.items(), key=lambda pair: -len(pair[0]))]
     for name, source in _sources(template):
         if source.suffix == ".safetensors":

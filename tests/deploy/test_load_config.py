@@ -110,7 +110,7 @@ def test_a_shipped_recipe_is_found_from_any_folder(tmp_path: Path, monkeypatch: 
 
 
 def test_all_problems_are_named_at_once(recipe: Path) -> None:
-    with pytest.raises(ConfigError, match=r"2 problem\(s\)"):
+    with pytest.raises(ConfigError, match=r"2 problems"):
         load_config(recipe, ["trainer.lrr=1", "agent.wokers=3"])
 
 
