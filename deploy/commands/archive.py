@@ -195,7 +195,7 @@ def _condition(index: pa.Table, column: str, comparison: str, value: str) -> Any
     except ValueError as error:
         raise ConfigError(f"--where {column}{comparison}{value}: {column} is a number") from error
     values = index[column]
-    if column == "reward":  # those that rounding alone tells from the bound equal it
+    if column == "reward" and isinstance(typed, float):  # those that rounding alone tells from the bound equal it
         equal = pa.array([same_reward(one, typed) for one in values.to_pylist()], pa.bool_())
         values = pc.if_else(equal, typed, values)
     return pc.call_function(COMPARISONS[comparison], [values, pa.scalar(typed)])
