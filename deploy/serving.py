@@ -39,7 +39,7 @@ from penstock.deploy.run.weights_folder import weights_dir, weights_entered
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.telemetry.metrics import MetricsTarget, RequestCounts, RoleState, head_served
 from penstock.service import BadKeys, ServiceContext, ServiceJob, parse_keys, run_service, serve_api
-from penstock.trainer import BadJob
+from penstock.trainer import BadJob, NotSaved
 from penstock.transfer_queue import LogForgotten, QueueError, TrainerFenced
 
 
@@ -143,7 +143,7 @@ async def service_trainer(link: RunConnection, model_name: str) -> None:
         log_bytes=config.transfer_queue.max_bytes // 2,
     )
     try:
-        with fatal(BadJob, LogForgotten, TrainerFenced, NotPrivate):
+        with fatal(BadJob, LogForgotten, NotSaved, TrainerFenced, NotPrivate):
             async with sole_trainer(run_dir):
                 with weights_entered(config, link.token):
                     who = MetricsTarget("", config.name, "service", "trainer")

@@ -41,7 +41,7 @@ from penstock.service.calls import (
 from penstock.service.job import JSON, ServiceJob, failed, outcome_of, succeeded
 from penstock.service.messages import PROTOBUF, BadMessage, read_forward, write_forward
 from penstock.service.sampler import SampleRunner
-from penstock.trainer import AdamSettings, BadJob
+from penstock.trainer import AdamSettings, BadJob, NotSaved
 from penstock.trainer.service import BadRequestData
 from penstock.transfer_queue import ClientRequest, LogForgotten, Record, RequestLog, RequestResult
 
@@ -182,6 +182,9 @@ class RequestRunner:
         except OSError as error:
             logger.exception("request %s", request_id)
             return Outcome(failed(f"the server's disk: {error.strerror or type(error).__name__}", "server"))
+        except NotSaved:
+            logger.exception("request %s", request_id)
+            return Outcome(failed("nothing is saved: the server's disk is full", "server"))
         except Exception as error:
             if request.kind != "forward":  # what it has changed is not known: the newest point is
                 raise

@@ -25,7 +25,7 @@ from penstock.trainer.data.rows import DatasetRow, DataStream, Feeder, TaskOrder
 from penstock.trainer.engine import Engine, update_speed
 from penstock.trainer.engines import ENGINES
 from penstock.trainer.evaluate import Evaluator
-from penstock.trainer.export import save_final_model
+from penstock.trainer.export import save_final_adapter, save_final_model
 from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage, threads_here
 from penstock.trainer.learner import Learner
 from penstock.trainer.metrics import MAX_FAULTS, means_by_episode
@@ -251,8 +251,8 @@ class Trainer:
                     await self.in_torch(self.ranks.meet)
                     folder, model = self.job.run_dir / "final_model", self.job.run.model
                     await self.in_torch(save_final_model, self.engine, self.ranks, model, folder)
-                    if self.engine.adapter_settings is not None:
-                        await self.in_torch(self.engine.save_adapter, self.job.run_dir / "final_adapter")
+                    adapter = self.job.run_dir / "final_adapter"
+                    await self.in_torch(save_final_adapter, self.engine, self.ranks, adapter)
         await self.saver.settle()
         if not is_over:
             return

@@ -96,7 +96,15 @@ async def replay_rank(folder: Path) -> None:
     from penstock.deploy.run.roles import fatal
 
     with uncollected():
-        from penstock.trainer import BadJob, PayloadsLost, ReplayJob, TooFarOffPolicy, TrainingDiverged, replay_steps
+        from penstock.trainer import (
+            BadJob,
+            NotSaved,
+            PayloadsLost,
+            ReplayJob,
+            TooFarOffPolicy,
+            TrainingDiverged,
+            replay_steps,
+        )
         from penstock.transfer_queue import BadPayload
 
     order = json.loads((folder / ORDER).read_text())
@@ -104,7 +112,7 @@ async def replay_rank(folder: Path) -> None:
     before = load_config(file, with_tasks=False)
     config = load_config(file, order["changes"], with_tasks=False)
     jobs = _job_of(config, folder), _job_of(before, Path(order["run"]))
-    with fatal(BadJob, BadPayload, PayloadsLost, TooFarOffPolicy, TrainingDiverged, UnknownName):
+    with fatal(BadJob, BadPayload, NotSaved, PayloadsLost, TooFarOffPolicy, TrainingDiverged, UnknownName):
         result = await replay_steps(ReplayJob(*jobs, archive_of(before), order["first"], order["last"]))
     if os.environ.get("RANK", "0") == "0":
         print(in_words(result), file=sys.stdout)

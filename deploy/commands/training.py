@@ -103,10 +103,10 @@ def export(
     """
     from penstock.deploy.config import load_config
     from penstock.deploy.run_dir import RunDir
-    from penstock.trainer import export_checkpoint
+    from penstock.trainer import NotSaved, export_checkpoint
 
     place = RunDir(run)
-    with user_errors(OSError, ValueError):
+    with user_errors(OSError, ValueError, NotSaved):
         config = load_config(place.config)
         checkpoints = sorted(path for path in place.checkpoints.glob("step_*") if not path.suffix)
         matches = [path for path in checkpoints if step is None or path.name == f"step_{step:08d}"]

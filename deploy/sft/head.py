@@ -149,7 +149,7 @@ async def _supervise(config: RunConfig, run: RunDir, reporter: SftReporter) -> L
             await asyncio.gather(running, *helpers, return_exceptions=True)
             reporter.close()
             total = lives.total({"trainer": trainer.restarts})
-    for task in ended:
+    for task in (running, *ended):  # a trainer that could not save is no orderly stop
         task.result()
     return total
 

@@ -48,7 +48,7 @@ async def sft_rank(folder: Path) -> None:
     """Run one rank. The run's folder has the resolved recipe, and the conversations in ``data``."""
     with uncollected():
         from penstock.common import UnknownName
-        from penstock.trainer import BadBatch, BadJob, SftJob, TrainingDiverged, fine_tune
+        from penstock.trainer import BadBatch, BadJob, NotSaved, SftJob, TrainingDiverged, fine_tune
 
     config, run = load_config(RunDir(folder).config), RunDir(folder)
     validation = run.data / "validation.safetensors"
@@ -62,6 +62,6 @@ async def sft_rank(folder: Path) -> None:
         seed=config.seed,
         settings=config.model_dump(mode="json"),
     )
-    with fatal(BadJob, BadBatch, UnknownName, TrainingDiverged):
+    with fatal(BadJob, BadBatch, UnknownName, TrainingDiverged, NotSaved):
         async with sole_trainer(run):
             await fine_tune(job)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.common import write_atomically
@@ -28,6 +29,7 @@ from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.service.data import BadRequestData, Datum, Forward, LossCall, check_data, flat_inputs, pack_data
 from penstock.trainer.service.settings import check_settings
+from penstock.trainer.state.checkpoint import NotSaved, failed_save
 
 INDEX, STATE = "index.json", "state.safetensors"
 
@@ -129,15 +131,17 @@ class ClientModels:
 
     # checkpoints ---------------------------------------------------------------------------------------------------
     def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> int:
-        """Write a folder that `load` and peft read; returns its bytes."""
+        """Write a folder that `load` and peft read; returns its bytes. Raises `NotSaved`, `OSError`."""
         state, settings = self._state(model_id), self._engine.adapter_settings
         assert settings is not None
-        state.write_peft(folder, settings, self._config.lora.alpha)
-        (
-            AdapterState(state.rank, state.weights, state.moments, state.steps)
-            if with_optimizer
-            else _without_training(state)
-        ).write(folder / STATE)
+        is_new = not folder.exists()
+        with _failure_named(folder, removes=is_new):
+            state.write_peft(folder, settings, self._config.lora.alpha)
+            (
+                AdapterState(state.rank, state.weights, state.moments, state.steps)
+                if with_optimizer
+                else _without_training(state)
+            ).write(folder / STATE)
         return sum(file.stat().st_size for file in folder.iterdir())
 
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
@@ -168,14 +172,15 @@ class ClientModels:
 
     def write_point(self, folder: Path, position: int, note: Mapping[str, Any] | None = None) -> None:
         """Make everything durable, as it is after `position` requests of the log. `note` is JSON that is written with
-        it."""
+        it. Raises `NotSaved`, `OSError`."""
         folder.mkdir(parents=True, exist_ok=True)
-        for model_id in self._states.keys() - self._files.keys():
-            name = f"{re.sub('[^A-Za-z0-9_-]', '_', model_id)}-{position}.safetensors"
-            self._state(model_id).write(folder / name)
-            self._files[model_id] = name
-        index = {"position": position, "models": self._files, "note": note}
-        write_atomically(folder / INDEX, json.dumps(index), durable=True)
+        with _failure_named(folder, removes=False):  # it holds the point before
+            for model_id in self._states.keys() - self._files.keys():
+                name = f"{re.sub('[^A-Za-z0-9_-]', '_', model_id)}-{position}.safetensors"
+                self._state(model_id).write(folder / name)
+                self._files[model_id] = name
+            index = {"position": position, "models": self._files, "note": note}
+            write_atomically(folder / INDEX, json.dumps(index), durable=True)
         for file in folder.glob("*.safetensors"):
             if file.name not in self._files.values():
                 file.unlink()
@@ -214,6 +219,17 @@ class ClientModels:
 
     def _changed(self, model_id: str) -> None:
         self._files.pop(model_id, None)
+
+
+@contextmanager
+def _failure_named(folder: Path, *, removes: bool) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        failure = failed_save(folder, None, error, removes=removes, what="state")
+        if isinstance(failure, NotSaved):
+            raise failure from error
+        raise
 
 
 def _without_training(state: AdapterState) -> AdapterState:

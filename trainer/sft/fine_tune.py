@@ -15,13 +15,15 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 
 from penstock.trainer.batch import Row, make_row, number_tokens
 from penstock.trainer.config import TrainerConfig
@@ -29,7 +31,7 @@ from penstock.trainer.data.rows import DataStream
 from penstock.trainer.engine import update_speed
 from penstock.trainer.engines import check_engine
 from penstock.trainer.engines.fsdp.engine import FSDPEngine
-from penstock.trainer.export import save_final_model
+from penstock.trainer.export import save_final_adapter, save_final_model
 from penstock.trainer.job import BadJob, threads_here
 from penstock.trainer.logprobs import Outputs
 from penstock.trainer.packing import Pack, pack_rows
@@ -38,7 +40,13 @@ from penstock.trainer.sft.config import SftConfig
 from penstock.trainer.sft.conversations import ConversationFile
 from penstock.trainer.sinks import SINKS, SinkJob
 from penstock.trainer.sinks.async_sink import open_sinks
-from penstock.trainer.state.checkpoint import CheckpointStore, save_timeout_s
+from penstock.trainer.state.checkpoint import (
+    CheckpointFailed,
+    CheckpointStore,
+    NotSaved,
+    failed_save,
+    save_timeout_s,
+)
 from penstock.trainer.state.recorder import Records
 from penstock.trainer.state.restore import newest_whole
 from penstock.trainer.stopping import Stopping, TrainingDiverged
@@ -71,8 +79,8 @@ class SftJob:
 async def fine_tune(job: SftJob) -> None:
     """Trains to the last step, resuming where an earlier call stopped, and writes the model.
 
-    Cancelled, it finishes the step under way, saves and raises `CancelledError`. Raises `BadJob`, `BadBatch`,
-    `TrainingDiverged`.
+    Cancelled, it finishes the step under way, saves and raises `CancelledError`, or `NotSaved` if the checkpoint
+    failed. Raises `BadJob`, `BadBatch`, `TrainingDiverged`, `CheckpointFailed`.
     """
     stop, in_torch = threading.Event(), TorchThread(threads_here(job.config))
     running = asyncio.ensure_future(in_torch(_fine_tune, job, stop.is_set))
@@ -85,7 +93,10 @@ async def fine_tune(job: SftJob) -> None:
         if late:
             logger.error("not stopped within %.0f s; what was not saved is trained again", stop_s)
         else:
-            running.result()
+            try:
+                running.result()
+            except CheckpointFailed as error:
+                raise NotSaved(str(error)) from error
         raise
     finally:
         in_torch.close()
@@ -239,8 +250,7 @@ class FineTuning:
     def _finish(self, version: int, why: str) -> None:
         folder = Path(self._job.sft.out or self._job.run_dir / "final_model")
         save_final_model(self._engine, self._ranks, self._job.model, folder)
-        if self._engine.adapter_settings is not None:
-            self._engine.save_adapter(self._job.run_dir / "final_adapter")
+        save_final_adapter(self._engine, self._ranks, self._job.run_dir / "final_adapter")
         if self._records is not None:
             self._records.ended(version, why or f"all {version} steps are trained")
 
@@ -280,6 +290,8 @@ class SftCheckpoints:
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.keep_checkpoints)
         self._saving: tuple[int, Future[Any]] | None = None
         self._saved = -1
+        self._nbytes = 0
+        """Bytes of all ranks' parts of a checkpoint."""
         self._timeout_s = save_timeout_s(RANKS_TIMEOUT_S, engine.state_bytes)
         self.step_done = 0
         """Steps in the present weights."""
@@ -291,6 +303,7 @@ class SftCheckpoints:
     def restore(self) -> int:
         """Loads the newest whole checkpoint; the step to continue with. A collective."""
         largest = int(self._ranks.max(self._engine.state_bytes))
+        self._nbytes = int(self._ranks.sum(self._engine.state_bytes))
         self._timeout_s = save_timeout_s(RANKS_TIMEOUT_S, largest)
         self._ranks.await_saves(self._timeout_s)
         if self._ranks.is_rank0:
@@ -309,7 +322,8 @@ class SftCheckpoints:
             return
         self.settle()
         self._saved = step
-        self._saving = step, self._engine.begin_save(self._store.unfinished(step))
+        with self._failure_named(step):
+            self._saving = step, self._engine.begin_save(self._store.unfinished(step))
 
     def look(self) -> None:
         """Seals what is written. Not a collective."""
@@ -317,10 +331,20 @@ class SftCheckpoints:
             self.settle()
 
     def settle(self) -> None:
-        """Waits for the checkpoint under way; raises what went wrong with it."""
+        """Waits for the checkpoint under way. Raises `CheckpointFailed`."""
         if self._saving is None:
             return
         (step, future), self._saving = self._saving, None
-        future.result(self._timeout_s)
-        if self._ranks.is_rank0:
-            self._store.seal(step, DataCursor(), self._ranks.world, {})
+        with self._failure_named(step):
+            future.result(self._timeout_s)
+            if self._ranks.is_rank0:
+                self._store.seal(step, DataCursor(), self._ranks.world, {})
+
+    @contextmanager
+    def _failure_named(self, step: int) -> Iterator[None]:
+        """Raises `CheckpointFailed` for what fails in the block."""
+        try:
+            yield
+        except (OSError, RuntimeError, CheckpointException) as error:
+            folder, is_rank0 = self._store.unfinished(step), self._ranks.is_rank0
+            raise failed_save(folder, self._nbytes, error, removes=is_rank0) from error

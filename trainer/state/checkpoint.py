@@ -60,27 +60,35 @@ class NotResumable(RuntimeError):
 
 
 class CheckpointFailed(RuntimeError):
-    """A checkpoint was not written; the message names its folder and the cause."""
+    """A checkpoint or model was not written; the message names its folder and the cause."""
 
 
 class NotSaved(CheckpointFailed):
     """A restart would not help: the disk is full, or the trainer received a stop."""
 
 
-def failed_save(folder: Path, nbytes: int, error: BaseException) -> CheckpointFailed:
-    """Return the failure of the unfinished checkpoint `folder` of `nbytes`, which is removed.
+def failed_save(
+    folder: Path, nbytes: int | None, error: BaseException, *, removes: bool, what: str = "checkpoint"
+) -> CheckpointFailed:
+    """Return the failure of the unfinished `folder` of `nbytes`, if these are known. `removes`: this rank removes it,
+    so that it does not fill the disk.
 
-    torch's `CheckpointException`, which is not an `Exception`, has an error for each rank that failed.
+    torch's `CheckpointException`, which is not an `Exception`, has an error for each rank that failed; safetensors'
+    has the number in its text.
     """
+    if removes:
+        shutil.rmtree(folder, ignore_errors=True)
     errors = [one for one, _ in getattr(error, "failures", {}).values()] or [error]
     cause = next((one for one in errors if isinstance(one, OSError)), errors[0])
-    if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        free = shutil.disk_usage(folder.parent).free
-        return NotSaved(
-            f"checkpoint {folder} was not written: {os.strerror(cause.errno)}. It takes {nbytes / 1e9:.3g} GB, and"
-            f" {free / 1e9:.3g} GB are free without it. Free the rest; --resume continues from the checkpoint before"
-        )
-    return CheckpointFailed(f"checkpoint {folder} was not written: {type(cause).__name__}: {cause}")
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if getattr(cause, "errno", None) == number or f"(os error {number})" in str(cause):
+            free = f"{shutil.disk_usage(folder.parent).free / 1e9:.3g} GB"
+            takes = f"more than the {free} that" if nbytes is None else f"{nbytes / 1e9:.3g} GB, and {free}"
+            return NotSaved(
+                f"{what} {folder} was not written: {os.strerror(number)}. It takes {takes} are free without it. "
+                "Free the rest and start again (a run with --resume): what was saved before is there"
+            )
+    return CheckpointFailed(f"{what} {folder} was not written: {type(cause).__name__}: {cause}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import CheckpointException
@@ -240,10 +240,9 @@ class Saver(BackgroundWork):
         try:
             yield
         except (OSError, RuntimeError, CheckpointException) as error:
-            # On a slow disk either takes long, and leases are renewed meanwhile.
-            if self._ranks.is_rank0:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-            raise await asyncio.to_thread(failed_save, folder, self._nbytes, error) from error
+            # On a slow disk it takes long, and leases are renewed meanwhile.
+            named = partial(failed_save, folder, self._nbytes, error, removes=self._ranks.is_rank0)
+            raise await asyncio.to_thread(named) from error
 
 
 SPILL_TIMEOUT_S = 600.0
