@@ -231,7 +231,8 @@ async def _run_roles(
         if why:
             rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why, "failed": True}])
         try:
-            await write_summary(config, run, queue, total)
+            failed = [member.spec.name for member in supervisor.members if member.has_failed]
+            await write_summary(config, run, queue, total, failed)
         except QueueUnavailable as error:
             if not why:
                 raise

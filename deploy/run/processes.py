@@ -87,6 +87,7 @@ class RoleProcess:
         self.spec = spec
         self.pid: int | None = None
         self.restarts = 0
+        self.has_failed = False
         self._stopping = False
         self._ended = asyncio.Event()
         self._pauses = Backoff(0.5, 10.0).pauses()
@@ -95,7 +96,9 @@ class RoleProcess:
 
     @property
     def state(self) -> str:
-        """``running``, ``not running``, or ``stopped`` by request."""
+        """``running``, ``not running``, ``failed`` for good, or ``stopped`` by request."""
+        if self.has_failed:
+            return "failed"
         if self.pid is not None:
             return "running"
         return "stopped" if self._stopping else "not running"

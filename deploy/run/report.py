@@ -193,8 +193,13 @@ def restarts_of(members: Iterable[SupervisedRole]) -> dict[str, int]:
     return {member.spec.name: member.restarts for member in members}
 
 
-async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, total: LivesTotal) -> dict[str, Any]:
-    """Collect, write and return the summary, of all lives. Also draws the reward curve."""
+async def write_summary(
+    config: RunConfig, run: RunDir, queue: TransferQueue, total: LivesTotal, failed: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Collect, write and return the summary, of all lives. Also draws the reward curve.
+
+    `failed`: roles that failed for good in this life.
+    """
     rows = last_by(read_jsonl(run.metrics), "step")
     status, updates = await queue.status(), await queue.updates()
     rewrite_jsonl(run.weight_updates, map(asdict, updates))
@@ -216,6 +221,7 @@ async def write_summary(config: RunConfig, run: RunDir, queue: TransferQueue, to
         **(_turns(turns) if turns else {}),
         "wait_s": {key: round(seconds, 2) for key, seconds in sorted(status.waits_s.items())},
         "restarts": dict(total.restarts),
+        "roles_failed": list(failed),
     }
     run.summary.write_text(json.dumps(summary, indent=2) + "\n")
     if rows:
@@ -254,6 +260,7 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         "updates": f"{get('weight_updates')} of weights; requests paused {get('pause_ms_p99')} ms (p99)",
         "waits": ", ".join(f"{who} {get('wait_s', {}).get(key, 0):.0f} s" for who, key in waits.items()),
         "restarts": restarts or "none",
+        "failed": ", ".join(get("roles_failed", ())),
         "warning": get("rewards_warning"),
         "files": f"{run.root}: {run.summary.name}, {run.plot.name}, {run.trajectories.name}/",
     }

@@ -29,7 +29,11 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
     steps = config.get("trainer.steps")
     done = max(len(rows), int(status.get("version", 0)))
     servers, end = live.get("servers", []), files.end()
-    ended_roles = {name: {"state": "ended", "restarts": n} for name, n in end["summary"].get("restarts", {}).items()}
+    summary = end["summary"]
+    ended_roles = {
+        name: {"state": "failed" if name in summary.get("roles_failed", ()) else "ended", "restarts": n}
+        for name, n in summary.get("restarts", {}).items()
+    }
     facts = ("version", "committed_step", "groups", "episodes", "workers", "waits_s", "ages_s", "unconsumed_bytes")
     return {
         "run": run,

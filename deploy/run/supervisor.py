@@ -38,6 +38,8 @@ class SupervisedRole(Protocol):
     """One role's process. `run` is called once; `stop` at any time, also before and after."""
 
     spec: RoleSpec
+    has_failed: bool
+    """Permanent failure of the role; set by the supervisor."""
 
     @property
     def pid(self) -> int | None:
@@ -185,6 +187,7 @@ class Supervisor:
             task.result()
         except RoleFailed as error:
             self._failed.add(role.name)
+            next(m for m in self.members if m.spec.name == role.name).has_failed = True
             servers = [
                 one.name for one in self._roles.values() if one.is_one_of_several and one.name not in self._leaving
             ]
@@ -274,7 +277,7 @@ class Watchdog:
         if quiet_s <= self._config.stall_timeout_s:
             return
         config, now = self._config, await asyncio.to_thread(ProcessTable.now)
-        roles = [self._local(process, now) for process in self._processes]
+        roles = [self._local(process, now) for process in self._processes if not process.has_failed]
         snapshot = Snapshot(status, servers, roles, config.groups_per_step, config.max_staleness, config.trainer.steps)
         stalled = StalledRun(quiet_s, diagnose_stall(snapshot), self._who_waits(snapshot))
         self._say(str(stalled))

@@ -63,6 +63,7 @@ class RayMember:
         """Restarts of the actor, and of processes in its earlier lives."""
         self._budget = RestartBudget(spec.max_restarts, RESTART_WINDOW_S)
         """Budget of both together; the actor has another one for the process."""
+        self.has_failed = False
         self._stopping = False
         self._group = placement_group([bundle], strategy="STRICT_PACK", name=spec.name)
         self._actor = _make_actor(spec, bundle, self._group)
@@ -78,6 +79,8 @@ class RayMember:
 
     @property
     def state(self) -> str:
+        if self.has_failed:
+            return "failed"
         if self._stopping:
             return "stopped"
         if self.life is None:

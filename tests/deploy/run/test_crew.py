@@ -111,9 +111,11 @@ async def test_servers_that_fail_for_good_leave_a_run_in_which_half_of_them_are_
     await until(lambda: "the run continues with 1 of 2 rollout servers" in caplog.text)
     assert "no such model" in caplog.text
     assert names(supervisor, "rollout") == ["rollout-0"]
+    assert {member.spec.name for member in supervisor.members if member.state == "failed"} == {"rollout-9"}
     assert not running.done()
     supervisor.add(roles.role("rollout", 8))
     with pytest.raises(RoleFailed, match="rollout-8"):
         async with asyncio.timeout(60):
             await running
     await supervisor.stop()
+    assert {member.spec.name for member in supervisor.members if member.state == "failed"} == {"rollout-8", "rollout-9"}

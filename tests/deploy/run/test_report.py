@@ -158,6 +158,16 @@ async def test_the_accounts_of_a_run_name_lost_and_repeated_episodes(
     )
 
 
+async def test_the_end_of_a_run_names_servers_that_failed_for_good(
+    config: RunConfig, queue: MemoryTransferQueue
+) -> None:
+    run = RunDir.of(config)
+    restarts = {"rollout-0": 0, "rollout-1": 5}
+    summary = await write_summary(config, run, queue, LivesTotal(1, 1.0, restarts), ["rollout-1"])
+    assert summary["roles_failed"] == ["rollout-1"]
+    assert [line for line in describe_end(summary, run).splitlines() if "failed" in line and "rollout-1" in line]
+
+
 async def test_updates_that_a_checkpoint_took_along_are_not_counted_as_trained(
     config: RunConfig, queue: MemoryTransferQueue
 ) -> None:

@@ -80,11 +80,16 @@ async def test_status_warns_of_flat_rewards(tmp_path: Path, monkeypatch: pytest.
 async def test_a_run_that_ended_says_why(living: LivingRun) -> None:
     (living.root / "connect.env").unlink()
     (living.root / "ended.json").write_text('{"version": 3, "why": "no progress for 9 s; stuck is agent-0: tools"}')
-    (living.root / "summary.json").write_text('{"restarts": {"agent-0": 1}}')
+    (living.root / "summary.json").write_text(
+        '{"restarts": {"agent-0": 1, "rollout-1": 5}, "roles_failed": ["rollout-1"]}'
+    )
     state = await state_of(str(living.root))
     assert (state["alive"], state["step"], state["eta_s"]) == (False, 3, None)
     assert state["ended"] == "no progress for 9 s; stuck is agent-0: tools"
-    assert state["roles"] == {"agent-0": {"state": "ended", "restarts": 1}}
+    assert state["roles"] == {
+        "agent-0": {"state": "ended", "restarts": 1},
+        "rollout-1": {"state": "failed", "restarts": 5},
+    }
     page = (await invoke(str(living.root), "--watch")).stdout
     assert "ended     no progress for 9 s" in page, "a watch of what has ended ends"
 
