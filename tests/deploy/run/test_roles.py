@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.deploy.conftest import RECIPE, REPOSITORY
 from tests.until import until
 
-from penstock.deploy import RunDir, load_config
+from penstock.deploy import RunConnection, RunDir, load_config
+from penstock.deploy.run.connection import limits_of
 from penstock.deploy.run.plan import Rendezvous
-from penstock.deploy.run.roles import TrainerAlive, run_role, seed_of_server, sole_trainer, turn_of
+from penstock.deploy.run.roles import (
+    FatalError,
+    TrainerAlive,
+    run_role,
+    seed_of_server,
+    sole_trainer,
+    train_rank,
+    turn_of,
+)
+from penstock.testing import MemoryTransferQueue
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
 ROLE = """
@@ -90,6 +102,27 @@ def test_a_task_that_leaves_the_process_ends_alone() -> None:
     role = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
     assert (role.stdout, role.returncode) == ("SystemExit('done')\n", 0), role.stderr
     assert "sys.exit" in role.stderr
+
+
+@pytest.mark.torch
+async def test_a_trainer_whose_checkpoints_are_gone_is_not_started_again(tmp_path: Path) -> None:
+    rows = tmp_path / "train.jsonl"
+    row = {"prompt": [{"role": "user", "content": "4?"}], "data_source": "calculator"}
+    rows.write_text(json.dumps({**row, "reward_model": {"ground_truth": "4"}}) + "\n")
+    settings = [f"runs_dir={tmp_path}", "name=mine", "trainer.sinks=[]", f"data.train={rows}", "data.eval=null"]
+    config = load_config(RECIPE, settings)
+    RunDir.of(config).root.mkdir(parents=True)
+    queue = MemoryTransferQueue()
+    await queue.create_run(limits_of(config), "")
+    queue.join_training(await queue.claim_training("an earlier trainer"))
+    await queue.commit(2, {0: [], 1: []})
+
+    class Link(RunConnection):
+        async def join(self, **_: Any) -> Any:
+            return queue, config
+
+    with pytest.raises(FatalError, match="holds no whole checkpoint"):
+        await train_rank(Link("", "mine", None, "a token"))
 
 
 @pytest.mark.parametrize("more", [0, 2])

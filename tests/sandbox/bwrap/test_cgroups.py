@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from penstock.deploy import app
 from penstock.sandbox import SandboxConfig
 from penstock.sandbox.bwrap.cgroups import CgroupMaker, open_cgroups, remove_abandoned_cgroups
 from penstock.sandbox.owner import process_start, this_process
@@ -92,6 +96,31 @@ def test_cgroups_of_all_killed_owners_are_removed(version: int, tmp_path: Path) 
     left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*-0"))
     assert left == sorted(str(Path(c, "penstock", "run-b", f"{this_process()}-0-0")) for c in controllers)
     assert not list(tmp_path.rglob("run-a"))
+
+
+KILLED = """
+import os, signal, sys
+from penstock.sandbox import SandboxConfig
+from penstock.sandbox.bwrap.cgroups import open_cgroups
+
+maker, reason = open_cgroups(sys.argv[1], SandboxConfig())
+if maker is None:
+    raise SystemExit(reason)
+print(*maker.make(0).directories, sep="\\n", flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_clean_removes_the_cgroups_of_a_killed_worker() -> None:
+    argv = [sys.executable, "-c", KILLED, f"clean-{os.getpid()}"]
+    killed = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    if killed.returncode > 0:
+        pytest.skip(f"no cgroups can be made here: {killed.stderr.strip()}")
+    folders = [Path(line) for line in killed.stdout.split("\n") if line]
+    assert folders
+    cleaned = CliRunner().invoke(app, ["clean"])
+    assert cleaned.exit_code == 0, cleaned.output
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_cgroups_reaping_beside_another_who_removes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
