@@ -49,11 +49,9 @@ def save_final_adapter(engine: Engine, ranks: Ranks, folder: Path) -> None:
 
 @contextmanager
 def _failure_named(folder: Path, ranks: Ranks) -> Iterator[None]:
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:  # safetensors' are not OSErrors, those of tokenizers are no class of their own
         raise failed_save(folder, None, error, removes=ranks.is_rank0, what="model") from error
 
 

@@ -162,6 +162,7 @@ async def test_the_end_of_a_run_names_servers_that_failed_for_good(
     config: RunConfig, queue: MemoryTransferQueue
 ) -> None:
     run = RunDir.of(config)
+    run.root.mkdir(parents=True)
     restarts = {"rollout-0": 0, "rollout-1": 5}
     summary = await write_summary(config, run, queue, LivesTotal(1, 1.0, restarts), ["rollout-1"])
     assert summary["roles_failed"] == ["rollout-1"]
