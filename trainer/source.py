@@ -63,7 +63,7 @@ class BatchSource:
         self._step = -1
         self._waiting_since: float | None = None
         self.replays: dict[int, Groups] = {}
-        """Committed steps that are trained again: they come from the archive."""
+        """Committed steps that are trained again: they come from the archive. Those that it lacks have no groups."""
         self.last_wait_s = 0.0
         """Seconds that the loop waited in the last `take`."""
 

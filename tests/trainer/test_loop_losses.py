@@ -39,7 +39,7 @@ async def test_lost_updates_are_said_and_lost_checkpoints_stop(
     (job.run_dir / "checkpoints" / "step_00000004" / "complete").unlink()
     with caplog.at_level(logging.ERROR):
         await train(job)
-    assert "the updates of steps 2 to 3 are lost" in caplog.text
+    assert "the updates of steps 2, 3, 16 episodes, are lost" in caplog.text
     assert [line["step"] for line in lines(job, "steps.jsonl") if line.get("update_lost")] == [2, 3]
     assert job.run.queue.committed == 6
     assert sorted(p.name for p in (job.run_dir / "checkpoints").iterdir()) == [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,12 +95,30 @@ class Recorder(Records):
         self._steps, self._images = run_dir / "steps.jsonl", run_dir / FOLDER
         self._save_trajectories = save_trajectories
         self._tokenizer = load_tokenizer(model)
+        self._passed: set[int] = set()
+        """Steps to come whose line is there already: they are passed without their episodes."""
 
-    def rewind(self, step: int, updates_lost: range = range(0)) -> None:
-        """`updates_lost`: earlier steps whose update the weights lack; their lines say so from now on."""
-        known = (line for line in iter_jsonl(self._steps) if line["step"] < step)
-        lost = {"update_lost": True}
-        rewrite_jsonl(self._steps, (line | lost if line["step"] in updates_lost else line for line in known))
+    def rewind(self, step: int, updates_lost: Collection[int] = ()) -> None:
+        """`updates_lost`: steps whose update the weights lack, or will lack when they are passed again. Their lines
+        stay and say so, unless they had no episode left to learn from."""
+        lost = dict[int, int]()
+        self._passed = set()
+
+        def known() -> Iterator[dict[str, Any]]:
+            for line in iter_jsonl(self._steps):
+                number, episodes = line["step"], len(line["episodes"])
+                if number in updates_lost and episodes:
+                    line["update_lost"] = True
+                    lost[number] = episodes
+                if number >= step and number in updates_lost:
+                    self._passed.add(number)
+                if number < step or number in updates_lost:
+                    yield line
+
+        rewrite_jsonl(self._steps, known())
+        if lost:
+            steps = ", ".join(map(str, lost))
+            logger.error("the updates of steps %s, %d episodes, are lost", steps, sum(lost.values()))
         super().rewind(step)
 
     def step(self, batch: StepBatch, metrics: Mapping[str, Any], advantages: Tensor) -> None:
@@ -117,7 +135,8 @@ class Recorder(Records):
         weights = advantages.tolist()
         records = [readable_trajectory(batch.trajectories[n], weights[n], self._tokenizer) for n in chosen]
         with self._one_at_a_time:
-            append_jsonl(self._steps, [{"step": batch.step, "version": batch.step + 1, "episodes": episodes}])
+            if batch.step not in self._passed:
+                append_jsonl(self._steps, [{"step": batch.step, "version": batch.step + 1, "episodes": episodes}])
             for sink in self._sinks:
                 sink.trajectories(batch.step, records)
             self.metrics(batch.step + 1, metrics)

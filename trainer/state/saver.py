@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
@@ -68,11 +68,12 @@ class Saver(BackgroundWork):
         self._nbytes = 0
         """Bytes of all ranks' parts of a checkpoint."""
         self._saved = -1
-        self.updates_lost = range(0)
+        self.updates_lost: Collection[int] = ()
         """Committed steps of which no checkpoint has the update, nor the archive the batch, as `restore` finds out.
         Rank 0's."""
         self.replays: Mapping[int, Groups] = {}
-        """Committed steps that the restored checkpoint lacks: they are trained again from the archive."""
+        """Committed steps that the restored checkpoint lacks: they are trained again from the archive. Those that it
+        lacks too have no groups and change no weight."""
 
     @property
     def damaged(self) -> int:
@@ -87,7 +88,7 @@ class Saver(BackgroundWork):
         """Load the newest whole checkpoint; returns the step to continue with, 0 for a fresh run.
 
         Where the queue has committed later steps, because a newer checkpoint is damaged, it continues with the first
-        of these if the archive has all of them, see `replays`, else after them, see `updates_lost`.
+        of these if the archive has any of them, see `replays`, else after them. See also `updates_lost`.
         A queue that is behind the checkpoint is brought forward to it. Raises `NotResumable` where the queue has
         committed steps and no checkpoint is left at all, or is further behind than the checkpoint remembers.
         """
@@ -193,24 +194,28 @@ class Saver(BackgroundWork):
                 f"the queue has committed {committed} steps, and {self._store.folder} holds no whole checkpoint: what "
                 "they learned is gone. Bring the checkpoints back, or start a run with a new name"
             )
-        first, last = checkpoint.step, committed - 1
+        steps, whole, reason = range(checkpoint.step, committed), dict[int, list[list[str]]](), "there is no archive"
         try:
-            if self._archive is None:
-                raise BadPayload("there is no archive")
-            self.replays = await asyncio.to_thread(self._archive.committed, first, committed)
-            logger.warning("steps %d to %d of the damaged checkpoint are trained again from the archive", first, last)
+            if self._archive is not None:
+                reason = "the archive has none of them"
+                whole = await asyncio.to_thread(self._archive.committed, checkpoint.step, committed)
         except (BadPayload, OSError) as error:
-            # The queue has deleted their trajectories, and stopping would gain nothing.
+            reason = str(error)
+        # The queue has deleted their trajectories, and stopping would gain nothing.
+        self.updates_lost = set(steps) - whole.keys()
+        if not whole:
             logger.error(
-                "the updates of steps %d to %d are lost with the damaged checkpoint (%s); continuing at step %d with "
-                "the weights after step %d",
-                first,
-                last,
-                error,
-                committed,
-                first - 1,
+                "steps %d to %d of the damaged checkpoint cannot be trained again (%s); continuing at step %d with the "
+                "weights after step %d",
+                *(steps[0], steps[-1], reason, committed, steps[0] - 1),
             )
-            self.updates_lost = range(first, committed)
+            return
+        self.replays = {step: whole.get(step, []) for step in steps}
+        logger.warning(
+            "steps %d to %d of the damaged checkpoint are trained again from the archive%s",
+            *(steps[0], steps[-1]),
+            f"; steps that it lacks are passed: {sorted(self.updates_lost)}" if self.updates_lost else "",
+        )
 
     async def _finish(self, checkpoint: CheckpointInfo, future: Future[Any], publisher: Publisher) -> None:
         with self._timeline.during(Track.CHECKPOINT, "checkpoint", checkpoint.step):

@@ -195,13 +195,16 @@ class Archive:
         return batches
 
     def committed(self, first: int, last: int) -> dict[int, list[list[str]]]:
-        """Groups of each step from `first` to before `last`, of the index alone: what the weights were trained on.
-        Raises `BadPayload` naming a step that is not in it, or an episode whose file is lost or damaged."""
+        """Groups of each whole step from `first` to before `last`, of the index alone: what the weights were trained
+        on. A step that is not in the index, or of which the file of an episode is lost or damaged, is left out, the
+        latter with a warning. Raises `BadPayload` if the index is damaged."""
         batches = self._indexed(first, last)
-        for step in range(first, last):
-            if step not in batches:
-                raise BadPayload(f"step {step} is not in the index")
-            self._find(step, [episode for group in batches[step] for episode in group])
+        for step in list(batches):
+            try:
+                self._find(step, [episode for group in batches[step] for episode in group])
+            except BadPayload as error:
+                logger.warning("step %d is not whole: %s", step, error)
+                del batches[step]
         return batches
 
     def _indexed(self, first: int, last: int) -> dict[int, list[list[str]]]:

@@ -61,24 +61,51 @@ async def test_no_update_is_lost(
         assert archive.index()["step"].to_pylist() == [step for step in STEPS for _ in range(8)]
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "disabled"])
-async def test_without_the_archive_they_are_counted_and_trained_no_second_time(
-    tmp_path: Path, tiny_model: str, damage: str, caplog: pytest.LogCaptureFixture
+async def test_without_an_archive_they_are_counted_and_trained_no_second_time(
+    tmp_path: Path, tiny_model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = await damaged(tmp_path, tiny_model)
-    for path in (tmp_path / "archive" / "batches").glob("00000003-*"):
-        if damage == "cut":
-            path.write_bytes(path.read_bytes()[:-1])
-        else:
-            path.unlink()
-    if damage == "disabled":
-        job = make_job(tmp_path, tiny_model, queue=job.run.queue)
+    job = make_job(tmp_path, tiny_model, queue=(await damaged(tmp_path, tiny_model)).run.queue)
     with caplog.at_level(logging.ERROR):
         await train(job)
-    assert "the updates of steps 2 to 3 are lost" in caplog.text
+    assert "the updates of steps 2, 3, 16 episodes, are lost" in caplog.text
     assert [line["step"] for line in lines(job, "steps.jsonl") if line.get("update_lost")] == [2, 3]
-    (job.run_dir / "checkpoints" / "step_00000006" / "complete").unlink()
-    for kept in (job.run_dir / "checkpoints").glob("step_00000004"):
+    for kept in (job.run_dir / "checkpoints").glob("step_0000000[46]"):
         (kept / "complete").unlink()
     await train(job)
     assert [line["step"] for line in lines(job, "steps.jsonl") if line.get("update_lost")] == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+async def test_a_step_that_the_archive_lacks_takes_no_other_along(tmp_path: Path, tiny_model: str, damage: str) -> None:
+    job = await damaged(tmp_path, tiny_model)
+    (path,) = (tmp_path / "archive" / "batches").glob("00000002-*")
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        path.unlink()
+    await die(job, "before")  # what is lost is known in the next life too
+    await train(job)
+    recorded = {line["step"]: line for line in lines(job, "steps.jsonl")}
+    assert len(lines(job, "steps.jsonl")) == len(recorded) == len(STEPS)
+    assert [len(recorded[step]["episodes"]) for step in STEPS] == [8] * len(STEPS)
+    assert [step for step in STEPS if recorded[step].get("update_lost")] == [2]
+    assert [line["updates"] for line in lines(job, "metrics.jsonl")] == [1, 1, 0, 1, 1, 1]
+    assert Archive(tmp_path / "archive").index()["step"].to_pylist() == [
+        step for step in STEPS if step != 2 for _ in range(8)
+    ]
+
+
+async def test_a_step_without_episodes_is_no_lost_update(tmp_path: Path, tiny_model: str) -> None:
+    """All of them had left it before it was trained."""
+    weights = []
+    for name in ("undisturbed", "damaged"):
+        (tmp_path / name).mkdir()
+        job = make_job(tmp_path / name, tiny_model, archives=True)
+        job.run.queue.lose_at = (2, 8)
+        if name == "damaged":
+            await die(job, "after")
+        await train(job)
+        weights.append(final_weights(job))
+        assert [line["updates"] for line in lines(job, "metrics.jsonl")] == [1, 1, 0, 1, 1, 1]
+        assert not any(line.get("update_lost") for line in lines(job, "steps.jsonl"))
+    assert_weights(job, weights[0])
