@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from redis_parts import CONFIG
 
-from penstock.transfer_queue import ClientRequest, LogForgotten, Record, RedisTransferQueue, RequestResult
+from penstock.transfer_queue import (
+    ClientRequest,
+    LogForgotten,
+    QueueUnavailable,
+    Record,
+    RedisTransferQueue,
+    RequestResult,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -96,3 +104,29 @@ async def test_requests_without_an_order_are_open_until_they_are_done(queue: Red
     await queue.requests.finish(seventh, RequestResult("json", b"1"))
     assert await queue.requests.open_requests() == []
     assert await queue.requests.submit(request_of(7, ordered=False), *BOUNDS) == ("known", seventh)
+
+
+@pytest.mark.parametrize("functions", [True, False])
+async def test_a_full_redis_takes_the_results_of_what_it_has_and_nothing_new(
+    queue: RedisTransferQueue, functions: bool
+) -> None:
+    """Results and trimming end requests, which makes room. A Redis 6.2 gets scripts, not functions."""
+    queue._connection._functions = functions
+    requests = queue.requests
+    _, sample = await requests.submit(request_of(7, ordered=False), *BOUNDS)
+    _, first = await requests.submit(request_of(1), *BOUNDS)
+    await queue._connection.command("CONFIG", "SET", "maxmemory", 1)
+    try:
+        queue._connection._deadline_s = 2.0
+        with pytest.raises(QueueUnavailable):
+            await requests.submit(request_of(2), *BOUNDS)
+        assert await requests.read(0, 9) == [first]
+        for request_id in (sample, first):
+            assert await requests.finish(request_id, RequestResult("json", b"1"), [Record("run", "a", "{}")])
+            assert await requests.result(request_id) == RequestResult("json", b"1")
+        await requests.trim(1)
+        assert await requests.request(first) is None
+    finally:
+        await queue._connection.command("CONFIG", "SET", "maxmemory", 0)
+        queue._connection._deadline_s = CONFIG.deadline_s
+    assert (await requests.submit(request_of(2), *BOUNDS))[0] == "new"

@@ -72,7 +72,7 @@ call('HSET', index, 'next', next)
 return {'new', id}
 
 -- script: finish_request
--- needs: requests
+-- needs: requests, full
 -- ARGV: id, content type, result, retention in ms, then kind, name and text of records. The first result stays. Returns
 -- 1 if this is it.
 local request = request_key(ARGV[1])
@@ -94,7 +94,7 @@ end
 return 1
 
 -- script: end_waiting_requests
--- needs: requests
+-- needs: requests, full
 -- ARGV: index, content type, result, retention in ms. What waits behind a gap in the index's numbers gets that result, and
 -- its number is free. Returns how many there were.
 local index, ended = key('service:index:' .. ARGV[1]), 0
@@ -128,7 +128,7 @@ end
 return {first, first + length, unpack(call('LRANGE', log, from, from + tonumber(ARGV[2]) - 1))}
 
 -- script: trim_requests
--- needs: requests
+-- needs: requests, full
 -- ARGV: position, retention in ms, numbers that an index keeps. What is before `position` is never run again.
 local first = tonumber(call('GET', key('service:first')) or '0')
 local count = tonumber(ARGV[1]) - first
