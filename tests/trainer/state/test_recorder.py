@@ -53,7 +53,7 @@ def test_an_evaluation_holds_no_list_of_steps(tmp_path: Path, tiny_model: str, m
 
     recorder = Recorder(tmp_path, tiny_model, save_trajectories=1, stopping=Stopping(StopConfig()))
     for name in ("metrics.jsonl", "steps.jsonl"):
-        append_jsonl(tmp_path / name, [{"step": step, "version": step + 1} for step in range(500)])
+        append_jsonl(tmp_path / name, [{"step": step, "version": step + 1, "episodes": []} for step in range(500)])
     parse = json.loads
     monkeypatch.setattr(json, "loads", lambda text: Alive(parse(text)))
     recorder.evaluation(7, {"reward": 0.5}, wall_s=1.0)
