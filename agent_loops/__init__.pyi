@@ -37,6 +37,7 @@ from .merge import images_of as images_of
 from .merge import to_trajectory as to_trajectory
 from .metrics import WorkerMetrics as WorkerMetrics
 from .mismatch import continuity as continuity
+from .rescore import rescored as rescored
 from .segment import TRUNCATED_DEADLINE as TRUNCATED_DEADLINE
 from .segment import TRUNCATED_LENGTH as TRUNCATED_LENGTH
 from .segment import TRUNCATED_TURNS as TRUNCATED_TURNS

@@ -25,7 +25,8 @@ from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import EpisodeLLM, usual_sampling
 from penstock.agent_loops.merge import as_outputs, check_output, images_of, number_of, to_trajectory
 from penstock.agent_loops.mismatch import continuity
-from penstock.agent_loops.segment import TRUNCATED_DEADLINE, AgentLoopOutput, last_answer
+from penstock.agent_loops.rescore import PROGRAM, TOOL_REWARD, reward_facts
+from penstock.agent_loops.segment import TRUNCATED_DEADLINE, AgentLoopOutput
 from penstock.agent_loops.sources import services_of
 from penstock.agent_loops.tool_runner import ToolBox
 from penstock.agent_loops.tracing import EpisodeSpans, Trace, begin_trace, episode_spans, span, trajectory_facts
@@ -34,8 +35,6 @@ from penstock.tools import call_users
 from penstock.transfer_queue import BadPayload, Lease, Outcome, OutcomeKind, QueueError, Trajectory
 
 MAX_RESTARTS = 2
-PROGRAM = "program"
-"""Key in an output's extra that the reward sees too: how the program of a loop `command` ended, and what it left."""
 log = logging.getLogger(__name__)
 
 
@@ -234,7 +233,7 @@ class FinishedAttempt:
         """Raises `TokenMismatch` for edited outputs, `InfraFailure` if a reward is missing, `QueueError`."""
         for output in self.outputs:
             check_output(output, self.llm.seen)
-        metrics = {**self._numbers(), **{f"tool_reward/{name}": value for name, value in self.tool_rewards.items()}}
+        metrics = {**self._numbers(), **{f"{TOOL_REWARD}{name}": value for name, value in self.tool_rewards.items()}}
         reward = None
         if self.outputs[-1].outcome.may_carry_reward:
             reward, further = await self._reward()
@@ -261,15 +260,15 @@ class FinishedAttempt:
 
     def _for_reward(self, texts: Sequence[str]) -> Mapping[str, Any]:
         """Added to the row's `extra_info`. `texts`: of each segment's response."""
-        return {
-            "segments": list(texts),
-            "final_text": self.services.chat.decode(last_answer(self.outputs[-1]), special=False),
-            "num_turns": sum(output.num_turns for output in self.outputs),
-            "tool_calls": self.tools.counts.calls,
-            "final_answer": self.tools.counts.final_answer,
-            "tool_rewards": dict(self.tool_rewards),
+        return reward_facts(
+            self.outputs,
+            texts,
+            self.services.chat,
+            tool_calls=self.tools.counts.calls,
+            final_answer=self.tools.counts.final_answer,
+            tool_rewards=dict(self.tool_rewards),
             **{name: value for name, value in self.outputs[-1].extra.items() if name == PROGRAM},
-        }
+        )
 
     def _numbers(self) -> dict[str, float]:
         model, tools = self.llm.counts, self.tools.counts
@@ -299,6 +298,7 @@ class FinishedAttempt:
         return {
             "tool_results": self.tools.counts.texts,
             "fault": self.tools.counts.fault,
+            **({} if (final := self.tools.counts.final_answer) is None else {"final_answer": final}),
             "tool_error_texts": self.tools.counts.error_texts,
             "agent": self.agent,
             "parser": name_of(self.services.chat.parser),

@@ -291,7 +291,7 @@ class SegmentBuilder:
         return TRUNCATED_TURNS if self.budget.turns_left == 0 else TRUNCATED_LENGTH
 
 
-def last_answer(output: AgentLoopOutput) -> list[int]:
+def last_answer(output: Segment) -> list[int]:
     """Ids of the last model call's answer; none where the model was not called."""
     if output.num_turns == 0:
         return []

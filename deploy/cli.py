@@ -33,6 +33,7 @@ with uncollected():
     from penstock.deploy.commands.doctor import doctor
     from penstock.deploy.commands.rehearse import rehearse
     from penstock.deploy.commands.replay import replay
+    from penstock.deploy.commands.rescore import rescore
     from penstock.deploy.commands.serve import serve
     from penstock.deploy.commands.servers import redis_server, reward_server, search_server, teacher_server
     from penstock.deploy.commands.shared import Overrides, Recipe, user_errors
@@ -52,7 +53,7 @@ START, TRAIN, CHECK, WATCH = "Start here", "Train and measure", "Check before a 
 CLUSTERS, ROLES = "Several machines", "Roles and servers of a run"
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     START: (quickstart, init, status, recipes),
-    TRAIN: (sft, serve, replay, bench),
+    TRAIN: (sft, serve, replay, rescore, bench),
     CHECK: (doctor, rehearse, simulate),
     WATCH: (dashboard, trace, curriculum, clean),
     ROLES: (redis_server, search_server, reward_server, teacher_server),
@@ -254,7 +255,7 @@ def sft_rank(folder: Path, *, alone: Annotated[bool, typer.Option(help="See trai
 
 @app.command(hidden=True)
 def replay_rank(folder: Path, *, alone: Annotated[bool, typer.Option(help="See train-rank.")] = False) -> None:
-    """One rank of `penstock replay` in the replay's folder."""
+    """One rank of `penstock replay` or `penstock rescore` in its folder."""
     from penstock.deploy.commands.replay import replay_rank as main
     from penstock.deploy.run import roles
 

@@ -18,6 +18,7 @@ from .data.messages import text_of as text_of
 from .data.messages import without_nulls as without_nulls
 from .data.order import WEIGHTS_FILE as WEIGHTS_FILE
 from .data.order import read_weights as read_weights
+from .data.order import tasks_again as tasks_again
 from .data.order import write_weights as write_weights
 from .data.rows import DataError as DataError
 from .data.rows import DatasetRow as DatasetRow
@@ -36,7 +37,7 @@ from .ranks.distributed import TorchThread as TorchThread
 from .ranks.layout import CORES_VARIABLE as CORES_VARIABLE
 from .ranks.layout import RANKS_FILE_VARIABLE as RANKS_FILE_VARIABLE
 from .replay import ReplayJob as ReplayJob
-from .replay import TooFarOffPolicy as TooFarOffPolicy
+from .replay import check_replay as check_replay
 from .replay import replay_steps as replay_steps
 from .sft.config import SftConfig as SftConfig
 from .sft.config import steps_of as steps_of

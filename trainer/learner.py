@@ -52,8 +52,10 @@ class ScoredBatch:
 class Learner:
     """Everything between a batch and new weights. Every method is a collective."""
 
-    def __init__(self, config: TrainerConfig, engine: Engine, ranks: Ranks) -> None:
+    def __init__(self, config: TrainerConfig, engine: Engine, ranks: Ranks, *, scores_first: bool = False) -> None:
+        """`scores_first`: `score` computes all logprobs, for who looks at them before the update."""
         self._config = config
+        self._always_first = scores_first
         self._engine = engine
         self._ranks = ranks
         self._estimators = Estimators(config, ranks)
@@ -116,7 +118,7 @@ class Learner:
         config = self._config
         recomputed = config.minibatches > 1 and config.proximal == "recomputed"
         penalised = config.kl.in_reward > 0 or config.distill.in_advantage > 0
-        return recomputed or penalised or hasattr(LOSSES.get(config.loss), "choose")
+        return self._always_first or recomputed or penalised or hasattr(LOSSES.get(config.loss), "choose")
 
     def _update_one(
         self, batch: StepBatch, scored: ScoredBatch, number: int, advantages: Advantages, tally: MetricAccumulator

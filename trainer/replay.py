@@ -2,9 +2,9 @@
 
     checkpoint after step FIRST (0: the model) ──► batches FIRST … LAST − 1 of the archive ──► weights, metrics.jsonl
 
-With the run's own algorithm the weights are its own, bit for bit, on the same kind of machine. With another one the
-batches were sampled by a policy that the replayed one departs from: each step says how far, and one that no importance
-weight can correct ends the replay.
+With the run's own algorithm the weights are its own, bit for bit, on the same kind of machine. With another one, or
+with rewards that were computed again, the batches were sampled by a policy that the replayed one departs from: each
+step says how far, and the replay ends before one that no importance weight can correct.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.trainer.engine import Engine
 from penstock.trainer.engines import ENGINES
 from penstock.trainer.export import save_final_model
 from penstock.trainer.job import BadJob, TrainJob, needs_of_advantage, threads_here
-from penstock.trainer.learner import Learner
+from penstock.trainer.learner import Learner, ScoredBatch
 from penstock.trainer.ranks.distributed import Ranks, TorchThread
 from penstock.trainer.source import BatchSource
 from penstock.trainer.state.checkpoint import read_whole
@@ -36,15 +36,11 @@ if TYPE_CHECKING:
     from penstock.transfer_queue import Archive
 
 LEAST_SAMPLE_SHARE = 0.1
-"""Below this effective sample share (Σw)² / (N · Σw²) of a step's tokens a replay ends: of ten tokens fewer than one
-counts, and the importance weights' variance is all that is learned."""
+"""A replay ends before a step with a smaller effective sample share (Σw)² / (N · Σw²) of its tokens: of ten tokens
+fewer than one counts, and the importance weights' variance is all that is learned."""
 CHANGED_BY_RECORD = ("faults",)
 """Metrics that a run adds to after the update."""
 logger = logging.getLogger(__name__)
-
-
-class TooFarOffPolicy(RuntimeError):
-    """A replayed step's batch cannot be corrected any more; the message has the step and the share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +48,29 @@ class ReplayJob:
     """The stretch FIRST … LAST − 1 of a run."""
 
     job: TrainJob
-    """The replay's own job: its folder, and perhaps another algorithm. Its queue is not used."""
+    """The replay's own job: its folder, and perhaps another algorithm or model. Its queue is not used."""
     of_run: TrainJob
     """The job of the run."""
     archive: Archive
     first: int
     last: int
+    has_new_rewards: bool = False
 
     @property
     def is_unchanged(self) -> bool:
-        return self.job.config == self.of_run.config
+        return self.job.config == self.of_run.config and not self.has_new_rewards
+
+    @property
+    def start(self) -> Path | None:
+        """The checkpoint to begin with; None: the model. Raises `BadJob`."""
+        is_other = self.job.run.model != self.of_run.run.model
+        return None if is_other else checkpoint_before(self.of_run.run_dir / "checkpoints", self.first)
 
 
 def check_replay(replay: ReplayJob) -> None:
-    """Raises `BadJob` for a change that the archived batches cannot serve, `BadPayload` for steps that are not there,
-    and what `check_job` raises."""
-    job, before = replay.job, replay.of_run.config
+    """Raises `BadJob` for a change that the archived batches cannot serve and for a start that is not there,
+    `BadPayload` for steps that are not there, and what `check_job` raises."""
+    job, before, _ = replay.job, replay.of_run.config, replay.start
     check_job(job)
     if not replay.first < replay.last:
         raise BadJob(f"--from {replay.first} --to {replay.last}: there is no step between them")
@@ -101,12 +104,11 @@ def checkpoint_before(folder: Path, step: int) -> Path | None:
 
 async def replay_steps(replay: ReplayJob) -> dict[str, Any]:
     """Train the stretch and write ``metrics.jsonl``, ``final_model`` and ``replay.json`` into `job.run_dir`; returns
-    what ``replay.json`` has. A collective: every rank calls it. Raises `TooFarOffPolicy`, `TrainingDiverged` and what
-    `check_replay` raises.
+    what ``replay.json`` has. A collective: every rank calls it. Raises `TrainingDiverged` and what `check_replay`
+    raises.
     """
     check_replay(replay)
-    job, checkpoints = replay.job, replay.of_run.run_dir / "checkpoints"
-    start = checkpoint_before(checkpoints, replay.first)
+    job, start, checkpoints = replay.job, replay.start, replay.of_run.run_dir / "checkpoints"
     batches = replay.archive.batches(replay.first, replay.last)
     async with AsyncExitStack() as stack:
         in_torch = TorchThread(threads_here(job.config))
@@ -121,8 +123,10 @@ async def replay_steps(replay: ReplayJob) -> dict[str, Any]:
         )
         source.replays |= batches
         stack.push_async_callback(source.close)
-        lines = await _train(replay, in_torch, Learner(job.config, engine, ranks.data), source, ranks)
-        result: dict[str, Any] = {"first": replay.first, "last": replay.last, **_summary(replay, lines)}
+        learner = Learner(job.config, engine, ranks.data, scores_first=not replay.is_unchanged)
+        lines, refused = await _train(replay, in_torch, learner, source, ranks)
+        result: dict[str, Any] = {"first": replay.first, "last": replay.first + len(lines), "refused": refused}
+        result |= _summary(replay, lines)
         await in_torch(save_final_model, engine, ranks, job.run.model, job.run_dir / "final_model")
         if replay.is_unchanged and (end := checkpoints / f"step_{replay.last:08d}").is_dir():
             ours = await in_torch(weights_digest, engine)
@@ -144,16 +148,25 @@ async def _load(checkpoint: Path, engine: Engine, in_torch: TorchThread) -> None
 
 async def _train(
     replay: ReplayJob, in_torch: TorchThread, learner: Learner, source: BatchSource, ranks: Ranks
-) -> list[dict[str, Any]]:
-    """A line of metrics per step, with ``equal``: None where the run has no line of it, or another algorithm."""
+) -> tuple[list[dict[str, Any]], str | None]:
+    """A line of metrics per step, with ``equal``: None where the run has no line of it, or another algorithm. And why
+    the step after them was refused."""
     known = {line["step"]: line for line in iter_jsonl(replay.of_run.run_dir / "metrics.jsonl")}
-    lines, never = [], asyncio.Event()
+    lines: list[dict[str, Any]] = []
+    never = asyncio.Event()
     for step in range(replay.first, replay.last):
         batch = await source.take(step, never)
         assert batch is not None
         if step + 1 < replay.last:
             source.prefetch(step + 1)
         scored = await in_torch(learner.score, batch)
+        share = 1.0 if replay.is_unchanged else await in_torch(sample_share, scored, ranks.data)
+        if share < LEAST_SAMPLE_SHARE:
+            return lines, (
+                f"step {step}: the effective sample share is {share:.3g}, below {LEAST_SAMPLE_SHARE}: the replayed "
+                "policy is too far from the one that sampled the batch. Replay a shorter stretch, from a later "
+                "checkpoint, or lower trainer.lr"
+            )
         advantages = await in_torch(learner.advantages, batch, scored)
         metrics = await in_torch(learner.update, batch, scored, advantages)
         differing = differences(metrics, known[step]) if replay.is_unchanged and step in known else None
@@ -162,14 +175,18 @@ async def _train(
         if ranks.is_rank0:
             _say(line, differing or [])
             append_jsonl(replay.job.run_dir / "metrics.jsonl", [line])
-        share = metrics["effective_sample_share"]
-        if not replay.is_unchanged and share < LEAST_SAMPLE_SHARE:
-            raise TooFarOffPolicy(
-                f"step {step}: the effective sample share is {share:.3g}, below {LEAST_SAMPLE_SHARE}: the replayed "
-                "policy is too far from the one that sampled the batch. Replay a shorter stretch, from a later "
-                "checkpoint, or lower trainer.lr"
-            )
-    return lines
+    return lines, None
+
+
+def sample_share(scored: ScoredBatch, ranks: Ranks) -> float:
+    """The effective sample share of a batch whose logprobs were all scored. A collective."""
+    packs = [pack for packs in scored.minibatches for pack in packs]
+    ratios = [(pack.proximal - pack.behaviour)[pack.mask].double().exp() for pack in packs if pack.proximal is not None]
+    sums = [
+        sum(float(part) for part in parts) for parts in ([r.sum() for r in ratios], [r.square().sum() for r in ratios])
+    ]
+    tokens, total, squared = (ranks.sum(value) for value in (sum(len(r) for r in ratios), *sums))
+    return total**2 / (tokens * squared) if squared else 1.0
 
 
 def differences(metrics: Mapping[str, Any], recorded: Mapping[str, Any]) -> list[str]:
@@ -205,8 +222,8 @@ def _summary(replay: ReplayJob, lines: Sequence[Mapping[str, Any]]) -> dict[str,
         "steps_equal": sum(line["equal"] is True for line in lines),
         "steps_different": sum(line["equal"] is False for line in lines),
         "weights_equal": None,
-        "effective_sample_share_min": min(line["effective_sample_share"] for line in lines),
-        "clip_share_max": max(clip_share(line) for line in lines),
+        "effective_sample_share_min": min((line["effective_sample_share"] for line in lines), default=None),
+        "clip_share_max": max((clip_share(line) for line in lines), default=None),
     }
 
 

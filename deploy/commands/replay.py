@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -13,23 +14,22 @@ import typer
 
 from penstock.deploy.commands.shared import RunName, RunsDir, folder_of_run, user_errors
 from penstock.deploy.config import RUN_FILE, ConfigError, RunConfig, load_config
+from penstock.deploy.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from penstock.trainer import TrainJob
+    from penstock.trainer import ReplayJob, TrainJob
 
 ORDER = "order.json"
 """Name of the file in a replay's folder that tells its ranks what to train."""
+First = Annotated[int, typer.Option("--from", min=0, help="A checkpoint's step; 0: the model that the run began with.")]
+Last = Annotated[int | None, typer.Option("--to", help="The step after the last one; default: all of the index.")]
 
 
 def replay(
     run: RunName,
     *,
-    first: Annotated[
-        int, typer.Option("--from", min=0, help="A checkpoint's step; 0: the model that the run began with.")
-    ],
-    last: Annotated[
-        int | None, typer.Option("--to", help="The step after the last one; default: all of the index.")
-    ] = None,
+    first: First,
+    last: Last = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="trainer.key=value: another algorithm for the same batches.")
     ] = None,
@@ -38,29 +38,67 @@ def replay(
 ) -> None:
     """Train steps of a run again without rollout servers: the same weights bit for bit, or another algorithm's.
 
-    Each step says whether its metrics are the run's, and how far off-policy its batch is.
+    Each step says whether its metrics are the run's, and how far off-policy its batch is. Status 1 where a step or the
+    weights differ from the run's, or a batch cannot be corrected.
 
     Examples: penstock replay calculator --from 0
     penstock replay calculator --from 0 --to 20 --set trainer.loss=gspo
     """
-    from penstock.deploy.run.connection import archive_of
+    with replay_errors():
+        root = folder_of_run(run, runs_dir).resolve()
+        job = new_replay(root, first, last, checked(changes or []), out or root / "replays")
+        start_replay(job, changes or [])
+
+
+@contextmanager
+def replay_errors() -> Iterator[None]:
+    """Ends the command with status 2 and the message of what is refused before anything is trained."""
+    from penstock.common import UnknownName
+    from penstock.trainer import BadJob
     from penstock.transfer_queue import BadPayload
 
-    with user_errors(BadPayload):
-        root = folder_of_run(run, runs_dir).resolve()
-        config = load_config(root / RUN_FILE, checked(changes or []), with_tasks=False)
-        steps = archive_of(config).index()["step"].to_pylist() if last is None else [last - 1]
-        if not steps:
-            raise ConfigError(f"{root.name}: its archive has no committed step; --to replays trained ones")
-        end = steps[-1] + 1
-        folder = out or next_folder(root / "replays", f"{first}-{end}")
-        if folder.exists():
-            raise ConfigError(f"--out {folder}: it is there already; name a new folder")
-        folder.mkdir(parents=True)
-        order = {"run": str(root), "first": first, "last": end, "changes": changes or []}
-        (folder / ORDER).write_text(json.dumps(order) + "\n")
-        print(f"the replay's folder is {folder}", flush=True)
-        _become_ranks(config, folder.resolve())
+    with user_errors(BadJob, BadPayload, UnknownName):
+        yield
+
+
+def new_replay(
+    root: Path, first: int, last: int | None, changes: Sequence[str], folder: Path, *, has_new_rewards: bool = False
+) -> ReplayJob:
+    """Return a checked replay whose folder is not there yet: `folder`, or below it one named by the steps. Raises
+    what `replay_errors` handles."""
+    from penstock.deploy.run.connection import archive_of
+    from penstock.trainer import ReplayJob, check_replay
+
+    archive = archive_of(load_config(root / RUN_FILE, with_tasks=False))
+    steps = archive.index()["step"].to_pylist() if last is None else [last - 1]
+    if not steps:
+        raise ConfigError(f"{root.name}: its archive has no committed step; --to replays trained ones")
+    if folder.parent == root:
+        folder = next_folder(folder, f"{first}-{steps[-1] + 1}")
+    if folder.exists():
+        raise ConfigError(f"--out {folder}: it is there already; name a new folder")
+    jobs = _jobs_of(root, folder.resolve(), changes)
+    job = ReplayJob(*jobs, archive, first, steps[-1] + 1, has_new_rewards)
+    check_replay(job)
+    return job
+
+
+def start_replay(job: ReplayJob, changes: Sequence[str]) -> None:
+    """Make the folder and replace this process by the ranks, in the environment that the trainer's have."""
+    from penstock.deploy.commands.train import python_of
+    from penstock.deploy.sft.rank import exec_ranks
+
+    folder, root = job.job.run_dir, job.of_run.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    order = {"run": str(root), "steps": [job.first, job.last], "changes": changes, "rescored": job.has_new_rewards}
+    (folder / ORDER).write_text(json.dumps(order) + "\n")
+    print(f"the replay's folder is {folder}", flush=True)
+    config = load_config(root / RUN_FILE, changes, with_tasks=False)
+    python, words = python_of(config.trainer), ["replay-rank", str(folder)]
+    os.environ["OMP_NUM_THREADS"] = str(config.trainer.threads or 1)
+    if config.trainer.ranks == 1:
+        os.execv(python, [python, "-m", "penstock.deploy.cli", *words, "--alone"])  # noqa: S606
+    exec_ranks(folder, config, words, python)
 
 
 def checked(changes: Sequence[str]) -> Sequence[str]:
@@ -77,45 +115,34 @@ def next_folder(parent: Path, name: str) -> Path:
     return next(folder for folder in names if not folder.exists())
 
 
-def _become_ranks(config: RunConfig, folder: Path) -> None:
-    """Replace this process by the ranks, in the environment that the trainer's have."""
-    from penstock.deploy.commands.train import python_of
-    from penstock.deploy.sft.rank import exec_ranks
-
-    python, words = python_of(config.trainer), ["replay-rank", str(folder)]
-    os.environ["OMP_NUM_THREADS"] = str(config.trainer.threads or 1)
-    if config.trainer.ranks == 1:
-        os.execv(python, [python, "-m", "penstock.deploy.cli", *words, "--alone"])  # noqa: S606
-    exec_ranks(folder, config, words, python)
-
-
 async def replay_rank(folder: Path) -> None:
-    """One rank of a replay in its folder."""
+    """One rank of a replay in its folder. Raises `FatalError` where the result is not the run's, or not whole."""
     from penstock.common import UnknownName, uncollected
     from penstock.deploy.run.connection import archive_of
-    from penstock.deploy.run.roles import fatal
+    from penstock.deploy.run.roles import FatalError, fatal
 
     with uncollected():
-        from penstock.trainer import (
-            BadJob,
-            NotSaved,
-            PayloadsLost,
-            ReplayJob,
-            TooFarOffPolicy,
-            TrainingDiverged,
-            replay_steps,
-        )
-        from penstock.transfer_queue import BadPayload
+        from penstock.trainer import BadJob, NotSaved, PayloadsLost, ReplayJob, TrainingDiverged, replay_steps
+        from penstock.transfer_queue import Archive, BadPayload
 
     order = json.loads((folder / ORDER).read_text())
-    file = Path(order["run"]) / RUN_FILE
-    before = load_config(file, with_tasks=False)
-    config = load_config(file, order["changes"], with_tasks=False)
-    jobs = _job_of(config, folder), _job_of(before, Path(order["run"]))
-    with fatal(BadJob, BadPayload, NotSaved, PayloadsLost, TooFarOffPolicy, TrainingDiverged, UnknownName):
-        result = await replay_steps(ReplayJob(*jobs, archive_of(before), order["first"], order["last"]))
+    root, is_rescored = Path(order["run"]), order["rescored"]
+    own = Archive(RunDir(folder).archive) if is_rescored else archive_of(load_config(root / RUN_FILE, with_tasks=False))
+    with fatal(BadJob, BadPayload, NotSaved, PayloadsLost, TrainingDiverged, UnknownName):
+        jobs, (first, last) = _jobs_of(root, folder, order["changes"]), order["steps"]
+        result = await replay_steps(ReplayJob(*jobs, own, first, last, is_rescored))
     if os.environ.get("RANK", "0") == "0":
-        print(in_words(result), file=sys.stdout)
+        print(in_words(result), file=sys.stdout, flush=True)
+    if result["steps_different"] or result["weights_equal"] is False:
+        raise FatalError("the replay is not the run")
+    if result["refused"] and (result["last"] == result["first"] or not is_rescored):
+        raise FatalError(result["refused"])
+
+
+def _jobs_of(root: Path, folder: Path, changes: Sequence[str]) -> tuple[TrainJob, TrainJob]:
+    """Return the jobs of the replay and of its run."""
+    before, config = (load_config(root / RUN_FILE, of, with_tasks=False) for of in ((), changes))
+    return _job_of(config, folder), _job_of(before, root)
 
 
 def _job_of(config: RunConfig, folder: Path) -> TrainJob:
@@ -130,12 +157,15 @@ def _job_of(config: RunConfig, folder: Path) -> TrainJob:
 
 def in_words(result: dict[str, Any]) -> str:
     steps = result["last"] - result["first"]
+    if not steps:
+        return f"no step is trained: {result['refused']}"
     policy = (
         f"the effective sample share was at least {result['effective_sample_share_min']:.3f}, the share of clipped "
         f"tokens at most {result['clip_share_max']:.3f}"
     )
     if result["changed"]:
-        return f"{steps} steps trained with another algorithm: {policy}"
+        refused = f". It ends here: {result['refused']}" if result["refused"] else ""
+        return f"{steps} steps trained with another algorithm or other rewards: {policy}{refused}"
     same = f"{result['steps_equal']} of {steps} steps have the run's metrics to the last bit"
     weights = {
         True: "the weights equal the run's, bit for bit",

@@ -141,7 +141,7 @@ async def _score(config: RunConfig, row: DatasetRow) -> float:
     """Score a row as a worker does. Raises `LoadError`, `InfraFailure`."""
     from penstock.agent_loops.rewards import load_reward
 
-    async with _sandbox(config) as sandbox:
+    async with reward_sandbox(config) as sandbox:
         reward = load_reward(config.agent, Path(), sandbox)
         assert reward is not None
         try:
@@ -160,7 +160,7 @@ async def _score(config: RunConfig, row: DatasetRow) -> float:
 
 
 @contextlib.asynccontextmanager
-async def _sandbox(config: RunConfig) -> AsyncIterator[Sandbox | None]:
+async def reward_sandbox(config: RunConfig) -> AsyncIterator[Sandbox | None]:
     """The run's, where its rewards may need one and one can be made; `check_sandbox` says if it cannot."""
     from penstock.agent_loops.rewards import may_need_sandbox
     from penstock.sandbox import SandboxError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from trainer_support import crash, final_weights, make_job
 
 from penstock.common import iter_jsonl
-from penstock.trainer import BadJob, ReplayJob, TooFarOffPolicy, TrainJob, replay_steps, train
+from penstock.trainer import BadJob, ReplayJob, TrainJob, replay_steps, train
 from penstock.trainer.replay import clip_share
 from penstock.transfer_queue import Archive, BadPayload
 
@@ -64,9 +65,36 @@ async def test_with_another_loss_it_says_how_far_off_policy_it_is(killed_run: Tr
     assert not all(torch.equal(weights[name], tensor) for name, tensor in final_weights(killed_run).items())
 
 
-async def test_what_departs_too_far_from_its_batches_ends(killed_run: TrainJob, tmp_path: Path) -> None:
-    with pytest.raises(TooFarOffPolicy, match=r"step \d: the effective sample share is .* trainer.lr"):
-        await replay_steps(again(killed_run, tmp_path / "again", 0, 6, lr=3.0))
+async def test_it_ends_before_a_batch_from_which_it_departed_too_far(killed_run: TrainJob, tmp_path: Path) -> None:
+    result = await replay_steps(again(killed_run, tmp_path / "again", 0, 6, lr=3.0))
+    steps = list(iter_jsonl(tmp_path / "again" / "metrics.jsonl"))
+    assert 0 < result["last"] == len(steps) < 6
+    assert re.match(rf"step {len(steps)}: the effective sample share is .* trainer.lr", result["refused"])
+    assert all(step["effective_sample_share"] >= 0.1 for step in steps)
+    assert (tmp_path / "again" / "final_model" / "model.safetensors").exists()
+
+
+async def test_other_rewards_are_trained_as_off_policy_batches(killed_run: TrainJob, tmp_path: Path) -> None:
+    replayed = again(killed_run, tmp_path / "again", 0, 6)
+    batches, own = replayed.archive.batches(0, 6), Archive(tmp_path / "own", "", 1 << 30)
+    for step, groups in batches.items():
+        before = replayed.archive.read(step, [name for group in groups for name in group]).values()
+        own.append(step, [replace(one, reward=1.0 - (one.reward or 0.0)) for one in before])
+    own.commit(6, batches)
+    result = await replay_steps(replace(replayed, archive=own, has_new_rewards=True))
+    assert (result["changed"], result["steps_equal"], result["refused"], result["last"]) == (True, 0, None, 6)
+    recorded = {line["step"]: line["reward"] for line in iter_jsonl(killed_run.run_dir / "metrics.jsonl")}
+    for line in iter_jsonl(tmp_path / "again" / "metrics.jsonl"):
+        assert line["reward"] == pytest.approx(1.0 - recorded[line["step"]])
+    weights = load_file(tmp_path / "again" / "final_model" / "model.safetensors")
+    assert not all(torch.equal(weights[name], tensor) for name, tensor in final_weights(killed_run).items())
+
+
+def test_another_model_begins_without_the_checkpoint(killed_run: TrainJob, tmp_path: Path) -> None:
+    replayed = again(killed_run, tmp_path / "again", 4, 6)
+    assert replayed.start == killed_run.run_dir / "checkpoints" / "step_00000004"
+    other = replace(replayed.job, run=replace(replayed.job.run, model="another"))
+    assert replace(replayed, job=other).start is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ trained are in ``curriculum.json``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ import xxhash
 from pydantic import ValidationError
 
 from penstock.common import append_jsonl, iter_jsonl, rewrite_jsonl, write_atomically
+from penstock.trainer.data.config import DataConfig
 from penstock.trainer.data.curriculum import Curriculum, CurriculumConfig, CurriculumWeights
-from penstock.trainer.data.rows import DatasetRow, DataStream
+from penstock.trainer.data.rows import DataError, DatasetRow, DataStream, load_rows
 from penstock.transfer_queue import DataCursor, Task
 
 WEIGHTS_FILE = "curriculum.json"
@@ -156,6 +157,21 @@ def row_of(task_id: str) -> int | None:
     """Return the row of a task that a curriculum drew; None for another one."""
     parts = task_id.split("/")
     return int(parts[3]) if len(parts) == 4 and parts[3].isdecimal() else None
+
+
+def tasks_again(data: DataConfig, seed: int, names: Iterable[str]) -> dict[str, Task]:
+    """Return the tasks that a run of these settings had under these names. Raises `DataError`."""
+    rows = load_rows(data.train)
+    stream, tasks = DataStream(len(rows), seed, data.shuffle), {}
+    for name in names:
+        row = row_of(name)
+        if row is None:
+            epoch, index = map(int, name.split("/")[1:])
+            row = stream.row_index(DataCursor(epoch, index)) if index < len(rows) else len(rows)
+        if row >= len(rows):
+            raise DataError(f"{name}: dataset {data.train} has only {len(rows)} rows now")
+        tasks[name] = rows[row].task(name, "train")
+    return tasks
 
 
 def _name(place: DataCursor) -> str:
