@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def run_users_code(runner: asyncio.Runner, work: Coroutine[Any, Any, T]) -> T:
@@ -25,7 +25,7 @@ def run_users_code(runner: asyncio.Runner, work: Coroutine[Any, Any, T]) -> T:
         except SystemExit as error:
             if task.done():
                 raise
-            log.warning("a task called sys.exit; the process continues", exc_info=error)
+            logger.warning("a task called sys.exit; the process continues", exc_info=error)
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:
