@@ -208,7 +208,7 @@ async def test_keep_alive_ends_a_crash_loop(tmp_path: Path, monkeypatch: pytest.
 class Idle:
     """A role that does nothing until it is stopped."""
 
-    pid, restarts, state = None, 0, "running"
+    pid, restarts, state, has_failed = None, 0, "running", False
 
     def __init__(self, spec: RoleSpec) -> None:
         self.spec = spec
