@@ -79,7 +79,7 @@ async def test_fetch_brings_served_files_and_serves_them_until_close(open_route:
 async def test_fetch_ends_with_its_server(
     open_route: OpenRoute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.weight_sync.http.client.RECONNECT", Backoff(2000.0))
+    monkeypatch.setattr("penstock.weight_sync.http.client.RECONNECT", Backoff(500.0))
     monkeypatch.setitem(Downloader.__init__.__kwdefaults__, "stall_s", 2000.0)
     route = await open_route("http")
     manifest = route.publish(1, small_tensors())
