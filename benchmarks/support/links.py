@@ -46,7 +46,8 @@ def measure_links(size_mb: int) -> dict[str, float]:
 
 def _play(role: int, store: str, found: str, size_mb: int) -> None:
     torch.set_num_threads(1)
-    board = open_board(role, ROLES, dist.FileStore(store, ROLES))
+    files = dist.FileStore(store, ROLES)
+    board = open_board(role, ROLES, files)
     place = _Place(role, board, size_mb << 20)
     if role < SENDERS:
         place.send()
@@ -56,6 +57,10 @@ def _play(role: int, store: str, found: str, size_mb: int) -> None:
         links = [json.loads(board.get(f"links {one}")) for one in range(ROLES)]
         Path(found).write_text(json.dumps(links))
     place.meet("end")
+    if role:
+        files.set(f"left {role}", "1")
+    else:  # the board ends with this process, and another may still wait for its answer
+        files.wait([f"left {one}" for one in range(1, ROLES)], WAIT)
 
 
 class _Place:
