@@ -102,5 +102,5 @@ async def _with_reward(trajectory: Trajectory, task: Task, reward: RewardFunctio
             if attempt == ATTEMPTS - 1:
                 raise InfraFailure(error.component, f"{trajectory.episode_id}: {error.reason}") from error
             await pauses.sleep()
-    kept = {name: value for name, value in measured.items() if not name.startswith("reward/")}
-    return replace(trajectory, reward=score.reward, metrics={**kept, **score.metrics})
+    others = {name: value for name, value in measured.items() if not name.startswith("reward/")}
+    return replace(trajectory, reward=score.reward, metrics={**others, **score.metrics})

@@ -164,7 +164,7 @@ def shared_experts() -> dict[str, Any]:
 
 
 def _printed(name: str, *arguments: object) -> Any:
-    """What a module of `support` prints last, in JSON."""
+    """Run a module of `support`; returns the JSON of the last line that it prints."""
     return json.loads(_module(name, *arguments).splitlines()[-1])
 
 

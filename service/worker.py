@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 IDLE_S = 0.02
 """Between two looks into an empty log."""
 READ_AHEAD = 4
-"""Requests that are ordered ahead of time: the first one of a key waits for at most so many of other keys."""
+"""Number of requests that are put in order ahead of time. A key's first request waits for at most this many requests of
+other keys."""
 SWEEP_S = 60.0
 """Between two looks for what is over."""
 FINISHED_S, SILENT_S = 60.0, 24 * 3600.0

@@ -118,7 +118,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         for report in reports:
             if hasattr(report, "duration"):
                 seconds[_area(report.nodeid)] += report.duration
-                # A worker that ended in a test has told none.
+                # The report of a test that ended its worker has no times.
                 cpu[_area(report.nodeid)] += getattr(report, "cpu_s", 0) + getattr(report, "engine_cpu_s", 0)
     if not counts:
         return

@@ -42,7 +42,7 @@ export async function compare(root, { run, params, go }) {
     go("compare", { with: chosen.join(",") });
   }
   box.append(...runs.map(tick));
-  const told = await Promise.all(
+  const answers = await Promise.all(
     names.map(async (name) => {
       const { names: found } = await get(of(name, "metrics"), { points: 10 });
       const known = [...new Set(CHARTS.flatMap(([, some]) => columns(some, found)))];
@@ -51,7 +51,7 @@ export async function compare(root, { run, params, go }) {
     }),
   );
   const chart = ([title, some, options]) => {
-    const lines = told.flatMap(({ name, known, numbers }) =>
+    const lines = answers.flatMap(({ name, known, numbers }) =>
       columns(some, known)
         .slice(0, 1)
         .map((column) => ({ name, x: numbers.steps, y: numbers.series[column] })),

@@ -106,11 +106,11 @@ export async function trajectories(root, { run, params, go, keys, repeat, signal
     pending = 0;
   let filters = Object.fromEntries(FILTERS.map((name) => [name, params.get(name) ?? ""]));
   const load = async (offset, limit) => {
-    const told = await get(of(run, "trajectories"), { ...query(filters), offset, limit });
-    [generation, pending] = [told.generation, told.pending];
-    const of_all = told.trained ? ` kept of ${number(told.trained)} trained episodes (trainer.save_trajectories)` : "";
-    state.textContent = `${number(told.total)} ${told.total === 1 ? "trajectory" : "trajectories"}${of_all}${pending ? `; reading ${number(pending)} more step files …` : ""}`;
-    return told;
+    const page = await get(of(run, "trajectories"), { ...query(filters), offset, limit });
+    [generation, pending] = [page.generation, page.pending];
+    const of_all = page.trained ? ` kept of ${number(page.trained)} trained episodes (trainer.save_trajectories)` : "";
+    state.textContent = `${number(page.total)} ${page.total === 1 ? "trajectory" : "trajectories"}${of_all}${pending ? `; reading ${number(pending)} more step files …` : ""}`;
+    return page;
   };
   const open = (row, index) => {
     Object.assign(shown, { run, filters, index, total: rows.total });
@@ -147,8 +147,8 @@ export async function trajectories(root, { run, params, go, keys, repeat, signal
   let first = true;
   await repeat(async () => {
     if (first) return void (first = false);
-    const told = await get(of(run, "trajectories"), { ...query(filters), offset: 0, limit: 0 });
-    if (told.generation === generation) return;
+    const page = await get(of(run, "trajectories"), { ...query(filters), offset: 0, limit: 0 });
+    if (page.generation === generation) return;
     if (rows.box.scrollTop === 0 && rows.chosen < 0) await rows.reset({ keep: true });
     else more.hidden = false;
   }, NEWS_MS);

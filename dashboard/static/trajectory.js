@@ -78,7 +78,7 @@ export async function trajectory(root, { run, params, go, keys }) {
   const record = await get(of(run, "trajectory"), { episode, step });
   const body = h("div", { class: "turns" }),
     bar = h("div", { class: "choices", role: "toolbar" }),
-    told = h("output", { class: "readout", id: "token" }, "Point at a token to see its logprob and version.");
+    readout = h("output", { class: "readout", id: "token" }, "Point at a token to see its logprob and version.");
   let runs = [];
   const picture = (name) => drawPicture(run, name);
   const choices = (all, name) =>
@@ -100,7 +100,7 @@ export async function trajectory(root, { run, params, go, keys }) {
   };
   const tell = (event) => {
     const token = event.target.closest?.("[data-token]");
-    if (token) told.textContent = about(runs[token.closest("[data-run]").dataset.run], Number(token.dataset.token));
+    if (token) readout.textContent = about(runs[token.closest("[data-run]").dataset.run], Number(token.dataset.token));
   };
   body.addEventListener("pointerover", tell);
   body.addEventListener("click", tell);
@@ -117,7 +117,7 @@ export async function trajectory(root, { run, params, go, keys }) {
     ),
     timing(record.extra.trace ?? []) ?? "",
     bar,
-    told,
+    readout,
     body,
     h(
       "details",

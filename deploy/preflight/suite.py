@@ -67,6 +67,19 @@ from penstock.deploy.preflight.turns import check_turns
 Found = Check | Iterable[Check] | None
 Asked = Callable[[RunConfig], Found]
 
+PARTS: tuple[Asked, ...] = (
+    check_ports,
+    check_weights_host,
+    check_redis,
+    check_devices,
+    check_engine,
+    check_trainer,
+    check_model,
+    check_size,
+    check_vocabulary,
+    check_context,
+)
+"""Facts of what every command with engines and a trainer starts: addresses, devices, and the model in both."""
 FACTS: tuple[Asked, ...] = (
     check_trainable,
     check_correction,
@@ -79,16 +92,7 @@ FACTS: tuple[Asked, ...] = (
     check_sampling,
     check_capacity,
     check_turns,
-    check_ports,
-    check_weights_host,
-    check_redis,
-    check_devices,
-    check_engine,
-    check_trainer,
-    check_model,
-    check_size,
-    check_vocabulary,
-    check_context,
+    *PARTS,
     check_shared_memory,
     check_room,
     check_reward,
@@ -136,16 +140,7 @@ SERVICE: tuple[Asked, ...] = (
     check_service,
     check_keys,
     check_dtype,
-    check_ports,
-    check_weights_host,
-    check_redis,
-    check_devices,
-    check_engine,
-    check_trainer,
-    check_model,
-    check_size,
-    check_vocabulary,
-    check_context,
+    *PARTS,
 )
 """Facts of `penstock serve`, which has no tasks, agent workers or boxes."""
 SERVICE_TRIALS: tuple[Asked, ...] = (

@@ -25,7 +25,7 @@ class PersistentChild:
         self.outcomes = outcomes
         self.last_exit_code = 0
         self.doomed = False
-        """True after the child was told to exit. `settle` then removes it."""
+        """True once the child has been asked to exit; `settle` then removes it."""
 
     def close(self) -> None:
         os.close(self.requests)

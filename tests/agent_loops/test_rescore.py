@@ -52,19 +52,19 @@ async def again(chat: ChatTokens, trajectory: Trajectory, of: Task, function: An
 
 
 async def test_the_function_gets_what_the_worker_gave_it(chat: ChatTokens) -> None:
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
 
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> Any:
-        given.update(extra_info, source=data_source, solution=solution_str, truth=ground_truth)
+        arguments.update(extra_info, source=data_source, solution=solution_str, truth=ground_truth)
         return {"score": float(extra_info["final_text"].strip() == ground_truth), "digits": 2}
 
     before = played(chat)
     after = await again(chat, before, task(), compute_score)
-    assert (given["source"], given["truth"], given["index"]) == ("sums", "46", 7)
-    assert given["solution"].split() == given["segments"][0].split() == ["print(17+29)", "46", "45"]
-    assert (given["final_text"].strip(), given["num_turns"], given["tool_calls"]) == ("45", 2, 1)
-    assert (given["tool_rewards"], given["final_answer"]) == ({"python": 0.5}, "45")
-    assert given["program"] == {"exit": 0}
+    assert (arguments["source"], arguments["truth"], arguments["index"]) == ("sums", "46", 7)
+    assert arguments["solution"].split() == arguments["segments"][0].split() == ["print(17+29)", "46", "45"]
+    assert (arguments["final_text"].strip(), arguments["num_turns"], arguments["tool_calls"]) == ("45", 2, 1)
+    assert (arguments["tool_rewards"], arguments["final_answer"]) == ({"python": 0.5}, "45")
+    assert arguments["program"] == {"exit": 0}
     metrics = {"tool_calls": 1.0, "tool_reward/python": 0.5, "reward/digits": 2.0, "latency_s": 2.0}
     assert after == replace(before, reward=0.0, metrics=metrics)
     assert after.segments is before.segments

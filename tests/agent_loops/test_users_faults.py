@@ -111,7 +111,7 @@ def played(queue_of, tasks_of, parts_of, calling_policy):
 
 @pytest.fixture
 def ending(played):
-    """The outcome of one episode, which is the one that the queue was told."""
+    """Runs one episode and returns its outcome, which the queue has received too."""
 
     async def run(*args, **fields):
         outcome, queue = await played(*args, **fields)

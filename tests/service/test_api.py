@@ -159,7 +159,7 @@ async def test_one_key_sees_nothing_of_another(service: Service, client: Client)
         _, theirs = await bob.call("GET", listing)
         assert model not in str(theirs[key])
         assert path not in str(theirs[key])
-    bob._key = "tml-nobody-0123456789abcdef"
+    bob._key = "tml-unknown-0123456789abcdef"
     assert (await bob.call("GET", "training_runs"))[0] == 401
 
 

@@ -31,10 +31,10 @@ async def model_of(service: Service, owner: str) -> str:
     client, requests = service.client(owner), service.queue.requests
     session = (await client.post("create_session", tags=[]))["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": NAME}
-    made = await client.post("create_model", **body, lora_config={"rank": 4})
+    answer = await client.post("create_model", **body, lora_config={"rank": 4})
     run = RunRecord(owner=owner, session_id=session, base_model=NAME, rank=4, created=0.0)
-    name: str = made["model_id"]
-    await requests.finish(made["request_id"], RequestResult("application/json", b"{}"), [run.record(name)])
+    name: str = answer["model_id"]
+    await requests.finish(answer["request_id"], RequestResult("application/json", b"{}"), [run.record(name)])
     return name
 
 

@@ -32,7 +32,7 @@ async def test_each_process_exports_what_it_did(served: Served) -> None:
         assert (await client.result(await client.forward(model, 3, ids=[1, 2, 10**6])))["category"] == "user"
         assert (await client.send_forward(forward_body(model, 4, loss="stable_reinforce")))[0] == 422
         await sample(client, model)
-        stranger = Client(http, served.environment["TINKER_BASE_URL"], "tml-nobody-0123456789abcdef")
+        stranger = Client(http, served.environment["TINKER_BASE_URL"], "tml-unknown-0123456789abcdef")
         assert (await stranger.call("GET", "training_runs"))[0] == 401
 
         token = (run / "metrics.token").read_text().strip()
@@ -76,11 +76,11 @@ async def sample(client: Client, model: str) -> None:
     opened = await client.post("create_sampling_session", session_id=session, sampling_session_seq_id=0)
     prompt, params = {"chunks": [{"tokens": [1, 2, 3]}]}, {"max_tokens": 4, "stop": []}
     body = {"prompt": prompt, "sampling_params": params, "num_samples": 2, "seq_id": 1}
-    made = await client.post("asample", **body, sampling_session_id=opened["sampling_session_id"])
+    future = await client.post("asample", **body, sampling_session_id=opened["sampling_session_id"])
     status, answer = 408, None
     async with asyncio.timeout(300):
         while status == 408:
-            status, answer = await client.call("POST", "retrieve_future", {"request_id": made["request_id"]})
+            status, answer = await client.call("POST", "retrieve_future", {"request_id": future["request_id"]})
     assert (status, type(answer)) == (200, bytes), answer
 
 

@@ -41,7 +41,7 @@ class OvertakenQueue(ProducingQueue):
 
     async def read(self, episode_ids: Sequence[str]) -> list[Trajectory]:
         if not self._state.trainer:
-            await self.beside().claim_training("the one in its place")
+            await self.beside().claim_training("another trainer")
         raise BadPayload(f"{episode_ids[0]}: no payload; its step is committed")
 
 
@@ -50,7 +50,7 @@ async def test_an_overtaken_trainer_is_told_so_and_not_that_payloads_are_lost(tm
     queue.twin = True
     job = make_job(tmp_path, "model", queue=queue, lost_payloads="strict")
     source = BatchSource(job, None, ModelLimits(64, VOCAB, 16, None, None), 0, 1)
-    with pytest.raises(TrainerFenced, match="the one in its place"):
+    with pytest.raises(TrainerFenced, match="another trainer"):
         await source.take(0, asyncio.Event())
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from typer.testing import CliRunner, Result
 
 from penstock.common import FileLock
@@ -30,18 +29,14 @@ def episode(name: str, reward: float, step: int) -> Trajectory:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(bare_run: Path) -> Path:
     """A run that has committed three steps of two episodes."""
-    root = tmp_path / "mine"
-    root.mkdir()
-    tree = {"name": "mine", "model": str(tmp_path / "no-model"), "runs_dir": "..", "data": {"train": "t.jsonl"}}
-    (root / "config.yaml").write_text(yaml.safe_dump(tree))
-    archive = Archive(root / "archive", "mine", 1 << 30)
+    archive = Archive(bare_run / "archive", "mine", 1 << 30)
     groups = {step: [[f"train/{step}#0", f"train/{step}#1"]] for step in range(3)}
     for step, (names,) in groups.items():
         archive.append(step, [episode(name, float(number), step) for number, name in enumerate(names)])
     archive.commit(3, groups)
-    return root
+    return bare_run
 
 
 def ask(command: str, folder: Path, *words: str, code: int = 0) -> Result:

@@ -5,22 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from penstock.deploy import app
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A run without a checkpoint and without an archive."""
-    root = tmp_path / "mine"
-    root.mkdir()
-    tree = {"name": "mine", "model": str(tmp_path / "no-model"), "runs_dir": "..", "data": {"train": "t.jsonl"}}
-    (root / "config.yaml").write_text(yaml.safe_dump(tree))
-    return root
 
 
 @pytest.mark.parametrize(
@@ -34,8 +23,8 @@ def folder(tmp_path: Path) -> Path:
         (("rescore", "--reward", "gsm8k", "--set", "agent.loop=single_turn"), "only trainer.* and agent.rewards.*"),
     ],
 )
-def test_what_cannot_be_trained_leaves_no_folder(folder: Path, words: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_trained_leaves_no_folder(bare_run: Path, words: tuple[str, ...], message: str) -> None:
     command, *options = words
-    result = CliRunner().invoke(app, [command, str(folder), *options])
+    result = CliRunner().invoke(app, [command, str(bare_run), *options])
     assert (result.exit_code, message in " ".join(result.stderr.split())) == (2, True), result.output
-    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
+    assert [path.name for path in bare_run.iterdir()] == ["config.yaml"]

@@ -21,8 +21,8 @@ def invoke(*words: str, **environment: str) -> Result:
 
 
 def checks_of(*overrides: str, **environment: str) -> dict[str, dict[str, Any]]:
-    told = json.loads(invoke("doctor", str(RECIPE), "--serve", "--json", *overrides, **environment).stdout)
-    return {check["name"]: check for check in told["checks"]}
+    result = invoke("doctor", str(RECIPE), "--serve", "--json", *overrides, **environment)
+    return {check["name"]: check for check in json.loads(result.stdout)["checks"]}
 
 
 def test_a_recipe_that_can_be_served_is_told_its_room_for_adapters(tmp_path: Path) -> None:
@@ -48,14 +48,14 @@ def test_a_recipe_that_can_be_served_is_told_its_room_for_adapters(tmp_path: Pat
     ],
 )
 def test_what_cannot_be_served_fails_with_a_fix(override: str, name: str, fix: str, tmp_path: Path) -> None:
-    found = checks_of(f"runs_dir={tmp_path}", RANK, override)[name]
-    assert (found["ok"], fix in found["found"] + found["fix"]) == (False, True), found
+    check = checks_of(f"runs_dir={tmp_path}", RANK, override)[name]
+    assert (check["ok"], fix in check["found"] + check["fix"]) == (False, True), check
 
 
 def test_bad_keys_are_named_by_their_owner_alone(tmp_path: Path) -> None:
-    found = checks_of(f"runs_dir={tmp_path}", RANK, PENSTOCK_SERVICE_KEYS="alice=secret-of-alice")["keys"]
-    assert (found["ok"], "alice" in found["found"]) == (False, True)
-    assert "secret-of-alice" not in json.dumps(found)
+    check = checks_of(f"runs_dir={tmp_path}", RANK, PENSTOCK_SERVICE_KEYS="alice=secret-of-alice")["keys"]
+    assert (check["ok"], "alice" in check["found"]) == (False, True)
+    assert "secret-of-alice" not in json.dumps(check)
 
 
 def test_a_doomed_service_is_refused_before_it_begins(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ async def test_grade_honest_fixes_on_a_busy_machine(sandbox, task):
 
 
 async def test_grade_true_round_is_at_a_place_of_chance(task):
-    """Whoever knows its place forges its results there alone."""
+    """A patch that knew the place of the true round would forge the results of that round alone."""
     wrong = (task.fail_to_pass[:1], (*task.fail_to_pass[1:], *task.pass_to_pass))
     rounds = [Round.true(task, BoxChanges()), *(Round(BoxChanges(hidden=(name,)), *wrong) for name in "ab")]
 

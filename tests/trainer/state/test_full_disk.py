@@ -114,7 +114,7 @@ async def test_a_last_checkpoint_of_fine_tuning_that_fails_is_not_a_stop_on_requ
 def test_a_full_disk_leaves_no_part_of_a_final_model(
     room_kb: int, tmp_path: Path, tiny_model: str, ranks: Ranks
 ) -> None:
-    """`room_kb`: beside the weights, whose files are followed by four of 4 kB at least."""
+    """`room_kb`: size of the disk without the weights. After the weights at least four files of 4 kB are written."""
     weights_kb = -(-(Path(tiny_model) / "model.safetensors").stat().st_size // 4096) * 4
     engine = FSDPEngine(tiny_model, TrainerConfig(), ranks)
     with small_disk(tmp_path / "final_model.tmp", weights_kb + room_kb) as folder:

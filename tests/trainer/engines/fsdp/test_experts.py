@@ -154,6 +154,6 @@ def test_what_cannot_be_shared_out_is_refused_by_name(
 @pytest.mark.deep
 def test_a_rank_takes_its_part_of_a_layers_experts() -> None:
     """The bars of `penstock bench trainer` (docs/how/benchmarks.md) on four ranks, in two parts and in four."""
-    found = shared_experts()
-    assert found["peak_over_share"] <= 1.15, found
-    assert found["exchanged_over_formula"] == pytest.approx(1, rel=0.05), found
+    figures = shared_experts()
+    assert figures["peak_over_share"] <= 1.15, figures
+    assert figures["exchanged_over_formula"] == pytest.approx(1, rel=0.05), figures
