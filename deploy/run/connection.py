@@ -323,8 +323,11 @@ async def serve(server: RedisServer, linger_while: Path | None, linger_s: float)
         # A shared disk sends no change events, and may not answer.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(linger_s):
-                while linger_while is not None and await asyncio.to_thread(linger_while.exists):  # noqa: ASYNC110
+                needed = linger_while.exists if linger_while is not None else bool
+                while not keeper.done() and await asyncio.to_thread(needed):  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
+        if keeper.done():
+            keeper.result()  # raises: without redis-server there is nothing to linger for
         raise
     finally:
         keeper.cancel()

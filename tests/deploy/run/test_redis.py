@@ -189,6 +189,23 @@ async def test_keep_alive_tries_again(tmp_path: Path, monkeypatch: pytest.Monkey
         keeper.cancel()
 
 
+async def test_a_redis_that_is_lost_in_the_linger_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its port may have been taken meanwhile; nobody would be served until `linger_s`."""
+    file, server = tmp_path / "connect.env", RedisServer(tmp_path / "redis", PASSWORD, port=free_port())
+    file.touch()
+    caplog.set_level("INFO")
+    break_restarts(monkeypatch, attempts=99)
+    serving = asyncio.create_task(serve(server, file, 3600.0))
+    await until(lambda: "queue at" in caplog.text)
+    await server.kill()
+    serving.cancel()
+    async with asyncio.timeout(200):
+        with pytest.raises(RedisLost, match="did not come up again in 5 attempts"):
+            await serving
+
+
 async def test_keep_alive_ends_a_crash_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes up and dies, whatever is done."""
     restarts = []
