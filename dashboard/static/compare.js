@@ -58,7 +58,7 @@ export async function compare(root, { run, params, go }) {
     );
     return lines.length ? lineChart(title, lines, options) : null;
   };
-  const apart = differences(told.map(({ config }) => config)).map((row) => row.map((cell) => visible(cell)));
+  const apart = differences(answers.map(({ config }) => config)).map((row) => row.map((cell) => visible(cell)));
   root.append(
     h("h2", {}, "Compare runs"),
     box,
