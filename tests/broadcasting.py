@@ -42,10 +42,11 @@ class BroadcastingTrainer:
 
     async def publish_shards(self, version: int, shards: Iterable[Any], members: int, expected: int = 0) -> Any:
         """The same of a trainer's engine: what `local_shards` gives."""
-        async with asyncio.timeout(60):
+        await asyncio.to_thread(self.source.take, version, shards)
+        async with asyncio.timeout(200):
             while self.files.broadcaster.parked < members:
                 await asyncio.sleep(0.01)
-        await asyncio.to_thread(self.source.take, version, shards)
+        # Nothing is awaited from here on: one that waits now may ask again a moment later.
         sending = self.files.begin_broadcast(version, self.source.tensors, self.source.sizes)
         assert sending.servers >= members
         manifest = await asyncio.to_thread(self.files.write_broadcast, version, self.source, sending, expected)

@@ -54,7 +54,9 @@ RECORD: dict[str, Any] = {
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run whose end waits for its sinks as long as a busy machine needs."""
+    monkeypatch.setattr("penstock.trainer.sinks.async_sink.CLOSE_S", 200.0)
     folder = tmp_path / "calculator-7"
     folder.mkdir()
     return folder

@@ -77,7 +77,7 @@ async def test_answers_in_flight_continue_after_the_turn(
     async with trainer_of(queue) as trainer, rollout_server(queue, tmp_path, turn=settings(), token_s=0.02) as server:
         (answer,) = await begun(client, [ask(CONTEXT, 100)])
         await trainer.take(200)
-        assert server.engine.running == 0
+        await server.until(lambda: server.engine.running == 0)
         client.timeout_s = 2.0
         other = asyncio.create_task(client.generate(ask(CONTEXT, 5)))
         await asyncio.sleep(4.0)
