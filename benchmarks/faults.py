@@ -31,7 +31,10 @@ from penstock.transfer_queue import QueueError
 
 KILLS_PER_STAGE = 25
 """A new stage has other limits: its group size, staleness, overage policy, filter and quota are random."""
-OF_ACCOUNTS = ("acknowledged", "trained", "steps", "owed", "poison_rows", "lost_payloads")
+OF_ACCOUNTS = (
+    *("acknowledged", "trained", "steps", "owed", "poison_rows", "lost_payloads"),
+    "versions_with_two_contents",
+)
 OF_COUNTS = (
     *("strangers_refused", "trainers_fenced", "clock_steps", "payloads_deleted", "logs_cut", "completions_repeated"),
     *("loads", "loaded_s"),

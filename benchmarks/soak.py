@@ -183,5 +183,6 @@ def _measure(run: SoakRun, minutes: float, seed: int) -> dict[str, Any]:
         run.end()
     figures = {name: summary.get(name) for name in OF_SUMMARY}
     figures |= {"kills": dict(soak.kills), "ended_by_itself": soak.ended, "steps_with_repeats": trained}
+    figures |= {"versions_seen": len(run.contents), "versions_with_two_contents": run.versions_with_two_contents()}
     figures |= {"left_behind": left, "memory": soak.memory.figures(), "processes": len(run.started)}
     return {"bench": "soak", "ratio": {}, "figures": figures, "setup": {"minutes": minutes, "seed": seed}}

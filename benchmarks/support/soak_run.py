@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -10,11 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from penstock.deploy import ConfigError, RunConnection
+from penstock.transfer_queue import QueueError, TransferQueueConfig
+from penstock.weight_sync import Manifest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECIPE = REPOSITORY / "recipes" / "calculator.yaml"
@@ -40,7 +46,10 @@ class EndedEarly(Exception):
 
 
 class SoakRun:
-    """Owns the process. `started`, `workers`, `ports`: what `note` has seen of the run's parts, see `left_behind`."""
+    """Owns the process. `started`, `workers`, `ports`: what `note` has seen of the run's parts, see `left_behind`.
+
+    `contents`: version → states of the tensors that were announced under that number, over all starts of the run.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -49,6 +58,7 @@ class SoakRun:
         self.started: dict[int, float] = {}
         self.workers: set[int] = set()
         self.ports: set[int] = set()
+        self.contents: dict[int, set[str]] = defaultdict(set)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *overrides: str, steps: int, resume: bool = False) -> None:
@@ -94,6 +104,7 @@ class SoakRun:
 
     def note(self) -> dict[str, list[tuple[float, int]]]:
         """Role → (age in seconds, resident bytes) of its processes now. Boxes are made and gone between two looks."""
+        self.note_version()
         found: dict[str, list[tuple[float, int]]] = {}
         listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
         for role, process in self.parts():
@@ -107,6 +118,17 @@ class SoakRun:
             except psutil.Error:
                 continue
         return found
+
+    def note_version(self) -> None:
+        """What is announced now. Nothing is noted while the run has no queue."""
+        with contextlib.suppress(FileNotFoundError, ConfigError, QueueError):
+            link = RunConnection.from_lines((self.root / "connect.env").read_text())
+            if announced := asyncio.run(_announced(link)):
+                version, state = announced
+                self.contents[version].add(state)
+
+    def versions_with_two_contents(self) -> int:
+        return sum(len(states) > 1 for states in self.contents.values())
 
     def kill(self, pid: int) -> bool:
         """False where it has ended already."""
@@ -171,3 +193,13 @@ class SoakRun:
 
     def tail(self) -> str:
         return self._log.read_text(errors="replace")[-3000:]
+
+
+async def _announced(link: RunConnection) -> tuple[int, str] | None:
+    """The newest version and the state of its tensors."""
+    queue = await link.connect(TransferQueueConfig(deadline_s=LOOK_S))
+    try:
+        current = await queue.latest_version()
+    finally:
+        await queue.close()
+    return (current.version, Manifest.parse(current.manifest).state) if current is not None else None

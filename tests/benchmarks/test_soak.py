@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,6 +18,9 @@ import pytest
 
 from benchmarks.soak import WEIGHTS, Memory
 from benchmarks.support.left_behind import left_behind
+from benchmarks.support.soak_run import SoakRun
+from penstock.deploy import RunConnection
+from penstock.transfer_queue import Announcement, Limits, RedisServer
 
 Measure = Callable[..., Awaitable[dict[str, Any]]]
 LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
@@ -33,7 +38,41 @@ async def test_the_soak(measure: Measure) -> None:
     assert (figures["left_behind"], figures["ended_by_itself"]) == ([], [])
     assert set(figures["kills"]) <= set(WEIGHTS)
     assert figures["kills"]
+    assert figures["versions_seen"]
+    assert figures["versions_with_two_contents"] == 0
     assert set(figures["memory"]) <= set(WEIGHTS)
+
+
+def announced(version: int, checksum: str) -> Announcement:
+    tensor = {"name": "w", "shape": [1], "dtype": "float32", "xxh3": checksum}
+    fields = {"version": version, "transport": "disk", "path": f"/{checksum}", "bytes": 4, "tensors": [tensor]}
+    return Announcement(version, fields)
+
+
+@pytest.mark.redis
+async def test_a_version_announced_with_other_values_is_counted(tmp_path: Path) -> None:
+    run = SoakRun(tmp_path, f"soak-{secrets.token_hex(3)}")
+    run.root.mkdir()
+    await asyncio.to_thread(run.note_version)  # there is no run yet
+    async with RedisServer(tmp_path / "redis", "a-test-password") as server:
+        link = RunConnection(server.url, run.root.name, "a-test-password", "token")
+        queue = await link.connect()
+        await queue.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=0), "name: soak")
+        await queue.claim_training("a trainer")
+        await queue.pass_step(0)
+        (run.root / "connect.env").write_text(link.shell_lines())
+        await asyncio.to_thread(run.note_version)
+        assert run.contents == {}
+        await queue.publish_version(announced(1, "aa"))
+        await asyncio.to_thread(run.note_version)
+        await queue.renew_manifest(announced(1, "aa"))  # written again
+        await asyncio.to_thread(run.note_version)
+        assert (len(run.contents), run.versions_with_two_contents()) == (1, 0)
+        await queue.renew_manifest(announced(1, "bb"))
+        await asyncio.to_thread(run.note_version)
+        assert (len(run.contents), run.versions_with_two_contents()) == (1, 1)
+        await queue.close()
+    await asyncio.to_thread(run.note_version)  # its queue is away
 
 
 def test_what_a_run_leaves_is_named(tmp_path: Path) -> None:

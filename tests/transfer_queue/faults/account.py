@@ -49,6 +49,8 @@ class Account:
     """Episodes that end their workers, accounted as dead letters."""
     lost_payloads: int
     """Episodes that left their step because a payload was gone, accounted under that reason."""
+    versions_with_two_contents: int
+    """Version numbers that were announced with more than one set of weights."""
     counts: Mapping[str, int]
     """What else was done to the run, by name: `Intruders.counts`, `Troupe.counts`."""
     wrong: list[str] = field(default_factory=list)
@@ -59,6 +61,7 @@ class Account:
         counts = {"kills": dict(self.kills), "tasks": self.tasks, "acknowledged": self.acknowledged}
         counts |= {"trained": self.trained, "steps": self.steps, "owed": self.owed, **self.reasons}
         counts |= {"poison_rows": self.poison_rows, "lost_payloads": self.lost_payloads, **self.counts}
+        counts |= {"versions_with_two_contents": self.versions_with_two_contents}
         counts |= {"lost": len(self.lost), "twice": len(self.twice), "wrong": len(self.wrong)}
         return f"account of seed {self.seed}: " + ", ".join(f"{name} {count}" for name, count in counts.items())
 
@@ -93,8 +96,11 @@ async def draw_up(
         twice=books.twice(),
         poison_rows=len(books.poisoned & (letters := await dead_episodes(queue))),
         lost_payloads=status.episodes["payload_lost"],
+        versions_with_two_contents=len(ambiguous := books.versions_with_two_contents()),
         counts={**counts, "completions_repeated": sum(record["kind"] == "repeated" for record in books.told)},
     )
+    if not plan.may_lose_tail:  # else numbers are assigned again
+        account.wrong += [f"version {version} was announced with two contents" for version in ambiguous]
     account.wrong += books.wrong_lineage() + books.wrong_prints() + books.wrong_fences()
     account.wrong += wrong_counters(plan, books, status, held, tasks)
     account.wrong += await wrong_payloads(books, queue, held - deleted)
@@ -142,6 +148,14 @@ class Books:
             return twice
         times = Counter(record["episode"] for record in self.told if record["kind"] == "acknowledged")
         return twice + [f"{episode} acknowledged {count} times" for episode, count in times.items() if count > 1]
+
+    def versions_with_two_contents(self) -> list[int]:
+        """By what trainers announced and what workers and later trainers read."""
+        contents: dict[int, set[str]] = defaultdict(set)
+        for record in (*self.told, *read_records(self._plan.folder / "trainer.jsonl")):
+            if record["kind"] == "version":
+                contents[record["version"]].add(record["contents"])
+        return sorted(version for version, found in contents.items() if len(found) > 1)
 
     def wrong_lineage(self) -> list[str]:
         """The model has seen every step once, in order; each life trained a step on the same batch as all others."""

@@ -1,9 +1,9 @@
 """A trainer process: ``python -m faults.trainer PLAN LIFE [--gap NAME --passes N] [--url URL]``.
 
 The order of trainer/loop.py: take(s), prefetch(s + 1), train, publish(s + 1), spill; every few steps a checkpoint and
-its commit beside the next steps. Its model is the list of what it was trained on. Exit 0: everything fed is trained.
-Exit 75: the queue has lost steps, or a payload of one; started again, it continues from its newest checkpoint.
-Exit 76: a later trainer has claimed the run.
+its commit beside the next steps. Its model is the list of what it was trained on, its weights a digest of that.
+Exit 0: everything fed is trained. Exit 75: the queue has lost steps, or a payload of one; started again, it continues
+from its newest checkpoint. Exit 76: a later trainer has claimed the run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from faults.episodes import Records, cursor_at, position_of, task_at, trajectory_print
@@ -59,7 +60,9 @@ class Trainer:
         self._since_saved: list[Trained] = []
         self._saving: asyncio.Task[None] | None = None
         self._next: asyncio.Task[Batch | None] | None = None
-        self._version = 0
+        self._weights = ""
+        self._newest: Announcement | None = None
+        """What the queue announced last, as far as this life knows."""
         self._parent = os.getppid()
 
     async def run(self) -> None:
@@ -70,9 +73,8 @@ class Trainer:
             self._next = asyncio.create_task(self._lease(step + 1))
             batch = await self._train(batch)
             self._gaps.at("after_step")
-            if step + 1 > published:
-                await self._queue.publish_version(announcement(step + 1))
-            self._version = max(step + 1, published)
+            if step + 1 > published and await self._queue.publish_version(announced := self._announcement(step + 1)):
+                self._is_announced(announced)
             self._gaps.at("after_publish")
             await self._spill(batch)
             step += 1
@@ -91,18 +93,33 @@ class Trainer:
         again = await self._queue.rewind(step)
         version = (await self._queue.status()).version
         self._log.write("life", life=self._life, step=step, version=version, again=again)
-        if step > version:
-            await self._queue.publish_version(announcement(step))
-        elif step == version:
-            await self._queue.renew_manifest(announcement(step))
+        self._weights = weights_of(self._checkpoints.lineage())
+        current, own = await self._queue.latest_version(), self._announcement(step)
+        if current is not None:
+            self._is_announced(current)
+        # As trainer/publish.py: a number that was announced keeps its weights, whose file is never gone here.
+        if step >= version and (current is None or current.version < step or current == own):
+            if step > version:
+                await self._queue.publish_version(own)
+            else:
+                await self._queue.renew_manifest(own)
+            self._is_announced(own)
         self._saved = step
-        self._version = max(step, version)
-        return step, self._version
+        return step, max(step, version)
+
+    def _announcement(self, version: int) -> Announcement:
+        return Announcement(version, {"path": f"weights-{version}", "contents": self._weights})
+
+    def _is_announced(self, announced: Announcement) -> None:
+        self._newest = announced
+        self._log.write("version", version=announced.version, contents=announced.manifest["contents"])
 
     async def _remind(self) -> None:
         """As trainer/publish.py: the queue may have forgotten what the newest version is."""
-        current, newest = await self._queue.latest_version(), announcement(self._version)
-        if (current.version if current else 0) < self._version and not await self._queue.publish_version(newest):
+        if (newest := self._newest) is None:
+            return
+        current = await self._queue.latest_version()
+        if (current.version if current else 0) < newest.version and not await self._queue.publish_version(newest):
             await self._queue.renew_manifest(newest)
 
     async def _take(self, step: int) -> Batch | None:
@@ -140,6 +157,7 @@ class Trainer:
         prints = {trajectory.episode_id: trajectory_print(trajectory) for trajectory in trajectories}
         trained = Trained(batch.step, groups, prints)
         self._since_saved.append(trained)
+        self._weights = weights_of([trained], self._weights)
         self._log.write("trained", life=self._life, step=batch.step, groups=groups, prints=prints)
         return batch
 
@@ -188,10 +206,6 @@ class Trainer:
 
 def _episodes(batch: Batch) -> list[str]:
     return [episode for group in batch.groups for episode in group]
-
-
-def announcement(version: int) -> Announcement:
-    return Announcement(version, {"path": f"weights-{version}"})
 
 
 async def main() -> None:
@@ -287,6 +301,14 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self._folder / f"{step:08d}.json"
+
+
+def weights_of(steps: Sequence[Trained], before: str = "") -> str:
+    """A digest of all that the model has seen: `before`, then `steps`."""
+    for trained in steps:
+        text = json.dumps([before, trained.step, trained.groups, trained.prints], sort_keys=True)
+        before = blake2b(text.encode(), digest_size=8).hexdigest()
+    return before
 
 
 def groups_by_step(steps: Sequence[Trained]) -> dict[int, list[list[str]]]:

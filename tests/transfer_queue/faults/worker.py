@@ -27,6 +27,7 @@ from faults.havoc import jump_now_and_then
 from faults.plan import FaultPlan, check_parent, load_plan
 from faults.redis_clock import movable_redis_clock
 from penstock.transfer_queue import (
+    Announcement,
     BadPayload,
     JournalEntry,
     JournalMismatch,
@@ -63,6 +64,7 @@ class Worker:
         self._told = Records(plan.folder / "told" / f"{name}.jsonl")
         self._journals = JournalBook(plan.folder / "journals", may_lose_tail=plan.may_lose_tail)
         self._stopping = stopping
+        self._seen: Announcement | None = None
         self._parent = os.getppid()
 
     async def run(self) -> None:
@@ -81,6 +83,9 @@ class Worker:
     async def _round(self, owner: str) -> None:
         latest = await self._queue.latest_version()
         version = latest.version if latest else 0
+        if latest is not None and latest != self._seen:
+            self._seen = latest
+            self._told.write("version", version=version, contents=latest.manifest["contents"])
         # Who dies of a poison row is the process: the queue must see that all its leases were lost together.
         worker = self._name if self._plan.poison else owner
         leases = await self._queue.lease_episodes(worker, LEASES, version)
