@@ -71,7 +71,7 @@ def test_a_setting_changes_no_number(setting: str, value: Any, tiny_model: str, 
     assert_equal(trained(tiny_model, ranks), trained(tiny_model, ranks, **{setting: value}))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_compiled_layers_change_no_number_and_share_their_graphs(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

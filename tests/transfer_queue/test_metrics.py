@@ -185,7 +185,7 @@ def long_turn(number: int) -> JournalEntry:
     return JournalEntry(JournalKind.SAMPLED, number, 1, ids, -ids.astype(np.float32), spans)
 
 
-@pytest.mark.parametrize("group_size", [1, 8])
+@pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.deep), 8])
 @pytest.mark.redis
 async def test_bytes_agree_with_redis_in_every_state(queue: RedisTransferQueue, group_size: int) -> None:
     await queue.create_run(Limits(group_size, 512 // group_size, max_staleness=0, min_group=1), "x")

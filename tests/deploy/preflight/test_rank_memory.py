@@ -50,15 +50,16 @@ def estimate(case: dict[str, Any]) -> float:
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (1, {"dense recomputed": {"recompute": True}, "mixture float32": {"recompute": True, "dtype": "float32"}}),
-        (
+        (2, {"dense selective": {"recompute": "selective"}, "mixture recomputed": {"recompute": True}}),
+        pytest.param(
+            1,
+            {"dense recomputed": {"recompute": True}, "mixture float32": {"recompute": True, "dtype": "float32"}},
+            marks=pytest.mark.deep,
+        ),
+        pytest.param(
             2,
-            {
-                "dense selective": {"recompute": "selective"},
-                "mixture whole": {},
-                "mixture recomputed": {"recompute": True},
-                "mixture lora": {"recompute": True, "lora": {"rank": 8}},
-            },
+            {"mixture whole": {}, "mixture lora": {"recompute": True, "lora": {"rank": 8}}},
+            marks=pytest.mark.deep,
         ),
     ],
 )

@@ -124,7 +124,7 @@ async def test_check_finds_changeable_expectations(sandbox, bits):
 
 async def test_grade_hang_ends_a_lost_grading(sandbox, bits):
     task = bits["local"]
-    hangs = "def bits(number):\n    while number:\n        pass\n    return 0\n"
+    hangs = "import time\ndef bits(number):\n    while number:\n        time.sleep(1)\n    return 0\n"
     patch = patch_with(task.repository, task.base_commit, hangs)
     limits = LIMITS.model_copy(update={"test_timeout_s": 4.0})
     found = await grade(sandbox, task, patch, limits)

@@ -65,7 +65,7 @@ async def test_grade_tests_that_model_touched_are_hidden_ones_again(sandbox, tas
 
 
 async def test_grade_hanging_test_fails_alone(sandbox, task):
-    command = "printf '\\n\\ndef shorten(text, width):\\n    while True:\\n        pass\\n' >> wordkit/slug.py"
+    command = "printf '\\n\\ndef shorten(text, width):\\n    __import__(\"time\").sleep(1e6)\\n' >> wordkit/slug.py"
     found = await grade(sandbox, task, await patch_of(sandbox, task, command, task.patch), LIMITS)
     assert found.doubt == ""
     assert found.outcomes == {
@@ -77,7 +77,7 @@ async def test_grade_hanging_test_fails_alone(sandbox, task):
 
 
 async def test_grade_run_that_never_ends_is_ended(sandbox, task):
-    command = "echo 'while True: pass' > wordkit/__init__.py"
+    command = "echo '__import__(\"time\").sleep(1e6)' > wordkit/__init__.py"
     limits = LIMITS.model_copy(update={"tests_timeout_s": 3.0})
     found = await grade(sandbox, task, await patch_of(sandbox, task, command), limits)
     assert found.reason == "the run ended before its first test (limit wall)"

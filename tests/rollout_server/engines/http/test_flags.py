@@ -194,6 +194,7 @@ OURS = {
 """Flags that the adapter gives."""
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "product", [pytest.param(VLLM, marks=pytest.mark.vllm), pytest.param(SGLANG, marks=pytest.mark.sglang)]
 )

@@ -28,16 +28,16 @@ CRITIC = {
 LORA = {"lora": {"rank": 4}, "kl": {"in_loss": 0.01}}
 FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FSDP": ({}, {}),
-    "FSDP x TP": ({"tensor": 2}, {}),
-    "FSDP x CP, everything": ({"context": 2}, CRITIC),
     "CP x TP, everything": ({"context": 2, "tensor": 2}, CRITIC),
-    "HSDP": ({"replicate": 2}, {"activation_offload": True}),
 }
 DEEP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "HSDP": ({"replicate": 2}, {"activation_offload": True}),
     "HSDP, everything": ({"replicate": 2}, CRITIC),
     "HSDP, one shard each": ({"replicate": 4}, {}),
     "HSDP, LoRA": ({"replicate": 2}, LORA),
     "HSDP, offloaded": ({"replicate": 2}, {"offload": True, "recompute": True}),
+    "FSDP x TP": ({"tensor": 2}, {}),
+    "FSDP x CP, everything": ({"context": 2}, CRITIC),
     "FSDP, offloaded": ({}, {"offload": True}),
     "FSDP x TP, offloaded": ({"tensor": 2}, {"offload": True}),
     "HSDP, moments on the host": ({"replicate": 2}, {"offload": "optimizer"}),
@@ -118,7 +118,7 @@ def four(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
 @pytest.fixture(scope="module")
 def replicated(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
     folder = tmp_path_factory.mktemp("replicated")
-    launch(folder, tiny_model, 4, cases_of({"HSDP": FOUR["HSDP"], **DEEP}))
+    launch(folder, tiny_model, 4, cases_of(DEEP))
     resumed = {}
     for name, (saved, parallel) in GOING_ON.items():
         copy_checkpoint(folder / saved, folder / name)
@@ -187,11 +187,19 @@ def test_split_matrices_go_on_where_one_process_saved(alone: dict[str, Path], tw
     assert_same(alone["{}"], two / RESUMED, 3)
 
 
-@pytest.mark.parametrize("layout", ["FSDP", "FSDP x TP"])
+@pytest.mark.parametrize(
+    ("launched", "layout"), [("four", "FSDP"), pytest.param("replicated", "FSDP x TP", marks=pytest.mark.deep)]
+)
 def test_one_process_goes_on_where_four_ranks_saved(
-    layout: str, alone: dict[str, Path], four: Path, tmp_path: Path, tiny_model: str, ranks: Ranks
+    launched: str,
+    layout: str,
+    alone: dict[str, Path],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    tiny_model: str,
+    ranks: Ranks,
 ) -> None:
-    copy_checkpoint(four / layout, tmp_path)
+    copy_checkpoint(request.getfixturevalue(launched) / layout, tmp_path)
     parallel_ranks.run(ranks, tmp_path, tiny_model, {"config": {}, "steps": 1, "resume": True})
     assert_same(alone["{}"], tmp_path, 3)
 

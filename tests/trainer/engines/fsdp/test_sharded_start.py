@@ -79,10 +79,10 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.deep), 4])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.deep) for count in (1, 4))])
 def test_every_rank_has_what_loading_whole_gives(count: int, cases: dict[str, Any], tmp_path: Path) -> None:
     every = dict(cases)
-    if count == 4:
+    if count > 1:
         for name, (base, config) in SPLIT.items():
             every[name] = {**cases[base], "config": {**cases[base]["config"], **config}}
     run_ranks("start_ranks.py", count, tmp_path, json.dumps(every))
