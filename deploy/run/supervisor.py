@@ -280,7 +280,7 @@ class Watchdog:
         roles = [self._local(process, now) for process in self._processes if not process.has_failed]
         snapshot = Snapshot(status, servers, roles, config.groups_per_step, config.max_staleness, config.trainer.steps)
         stalled = StalledRun(quiet_s, diagnose_stall(snapshot), self._who_waits(snapshot))
-        self._say(str(stalled))
+        self._say(f"no progress for {quiet_s:.0f} s: the run is stopped")  # who catches the error prints the rest
         pids = await asyncio.to_thread(ask_for_stacks, list(self._pids().values()))
         if pids:
             self._say(f"  stacks of {len(pids)} local processes are at the end of logs/NAME.log")
