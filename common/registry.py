@@ -42,7 +42,7 @@ class Registry(Generic[F]):
         package: str | None = None,
         unique: bool = False,
         error: type[Exception] = UnknownName,
-        hint: str = "",
+        other: str = "",
     ) -> None:
         """Args:
         kind: what the entries are, as messages name it: ``policy loss``.
@@ -50,7 +50,7 @@ class Registry(Generic[F]):
         package: every module of it is imported before the first look-up, so that they register themselves.
         unique: a name that another implementation has is refused; else the later one replaces it.
         error: raised for unknown and refused names, with one argument, the message.
-        hint: appended to that message: ``(or give a dotted path)``.
+        other: what else a name may be, for that message: ``a dotted path``.
         """
         self.kind = kind
         self._entries: dict[str, F | str] = dict(entries or {})
@@ -58,7 +58,7 @@ class Registry(Generic[F]):
         self._imported = package is None
         self._unique = unique
         self._error = error
-        self._hint = f" {hint}" if hint else ""
+        self._other = other
 
     def register(self, name: str, **facts: Any) -> Callable[[F], F]:
         """Decorator: registers under `name`; `facts` become attributes of the entry.
@@ -90,7 +90,7 @@ class Registry(Generic[F]):
         if name not in self._entries:
             if ":" in name or "." in name:
                 return cast(F, load(name) if load is not None else import_object(name, error=self._error))
-            raise self._error(f"unknown {self.kind} {name!r}; {near_and_known(name, self._entries)}{self._hint}")
+            raise self._error(f"unknown {self.kind} {name!r}; {near_and_known(name, self._entries, self._other)}")
         entry = self._entries[name]
         if isinstance(entry, str):
             entry = self._entries[name] = cast(F, import_object(entry, error=self._error))
@@ -140,11 +140,11 @@ def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def near_and_known(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'x'? (known: x, y)``, or ``known: x, y``."""
+def near_and_known(name: str, known: Iterable[str], other: str = "") -> str:
+    """``did you mean 'x'? (known: x, y)``, or ``known: x, y``; `other`, what else fits, ends the list: ``; or z``."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
-    listed = f"known: {', '.join(names) or 'none'}"
+    listed = f"known: {', '.join(names) or 'none'}{f'; or {other}' if other else ''}"
     return f"did you mean {close[0]!r}? ({listed})" if close else listed
 
 

@@ -40,7 +40,7 @@ TOOLS: Registry[type[BaseTool] | type[ToolGroup] | BaseTool] = Registry(
         "web_search": "penstock.tools.web_search:WebSearchTool",
     },
     error=ToolConfigError,
-    hint="(or give a dotted path, or FILE.py:name)",
+    other="a dotted path or FILE.py:name",
 )
 
 

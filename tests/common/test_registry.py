@@ -29,8 +29,8 @@ def test_entries_paths_and_facts() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("scal", ["scaler", "'scal'", "did you mean 'scale'", "known: scale", "or a path"]),
-        ("zzz", ["'zzz'", "known: scale"]),
+        ("scal", ["scaler", "'scal'", "did you mean 'scale'", "(known: scale; or a path)"]),
+        ("zzz", ["'zzz'; known: scale; or a path"]),
         ("math:sqr", ["math", "'sqr'", "did you mean 'sqrt'"]),
         ("no_such_module_at_all:x", ["no_such_module_at_all"]),
         (":x", ["':x'"]),
@@ -40,7 +40,7 @@ def test_unknown_names(name: str, words: list[str]) -> None:
     class Refused(ValueError):
         pass
 
-    registry: Registry = Registry("scaler", {"scale": scale}, error=Refused, hint="(or a path)")
+    registry: Registry = Registry("scaler", {"scale": scale}, error=Refused, other="a path")
     with pytest.raises(Refused) as caught:
         registry.get(name)
     assert all(word in str(caught.value) for word in words), str(caught.value)
