@@ -193,10 +193,13 @@ def _fallen_reward(rewards: Sequence[float]) -> str:
     gained = best - min(rewards)
     if best <= 0 or newest > best / 2 or gained < 0.05:
         return ""
+    return f"The mean reward of {FALL_STEPS} steps fell from {best:.2f} to {newest:.2f}: {_spoilt()}"
+
+
+def _spoilt() -> str:
     return (
-        f"The mean reward of {FALL_STEPS} steps fell from {best:.2f} to {newest:.2f}: training spoils the model. "
-        "Lower trainer.lr (a tenth, to begin with); for a small model raise trainer.eps as well, and --resume "
-        "from an earlier checkpoint."
+        "training spoils the model. Lower trainer.lr (a tenth, to begin with); for a small model raise trainer.eps as "
+        "well, and --resume from an earlier checkpoint."
     )
 
 
@@ -214,6 +217,10 @@ def _flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
         faults.update(row.get("faults", {}))
     episodes = sum(row.get("episodes", 0) for row in flat)
     warning = f"All rewards of each of the last {len(flat)} steps are {'0' if zero else 'equal'}: nothing is learnt"
+    earlier = [row["reward"] for row in rows[: -len(flat)] if "reward" in row]
+    if zero and earlier and (mean := fmean(earlier)) >= 0.05:
+        common = f" Commonest fault: {faults.most_common(1)[0][0]}." if faults else ""
+        return f"{warning}. Their mean was {mean:.2f} before: {_spoilt()}{common}"
     if not faults:
         return f"{warning}. No episode had a fault: look at what the reward compares (trajectories, penstock rehearse)."
     cause, count = faults.most_common(1)[0]

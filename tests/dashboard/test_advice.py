@@ -73,6 +73,10 @@ def step(reward: float = 0.0, std: float = 0.0, **faults: int) -> dict[str, obje
     ("steps", "words"),
     [
         ([step(**FAULTS)] * 4, ["last 4 steps are 0", "malformed calls (24 of 32 episodes)"]),
+        (
+            [step(0.28, 0.4)] * 8 + [step(**FAULTS)] * 3,
+            ["last 3 steps are 0", "0.28 before", "Lower trainer.lr", "fault: malformed calls"],
+        ),
         ([step(1.0)] * 3, ["equal", "No episode had a fault"]),
         (
             [step(**{"truncated (turns)": 8})] * 3,
