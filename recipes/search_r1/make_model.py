@@ -134,4 +134,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, shape: Mapping[str, Any]) -> 
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: the model is not finished, the same command begins again") from None
