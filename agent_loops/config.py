@@ -28,8 +28,8 @@ class RewardChoice(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(description="A name of docs/guide/reward.md, a dotted path or FILE.py:function.")
-    settings: dict[str, Any] = Field(default_factory=dict, description="Given to the reward, see docs/guide/reward.md.")
+    name: str = Field(description="A registered name (page 'My own reward'), a dotted path or FILE.py:function.")
+    settings: dict[str, Any] = Field(default_factory=dict, description="Given to the reward (page 'My own reward').")
 
 
 class RewardsConfig(BaseModel):
@@ -130,8 +130,8 @@ class AgentConfig(BaseModel):
     episode_deadline_s: float = Field(120.0, gt=0, description="An episode that takes longer is truncated(deadline).")
     parser: Literal["auto", ParserName] = Field(
         "auto",
-        description="Format of the model's tool calls, see docs/extend/tool.md. auto: of the only parser that reads"
-        " those of its chat template; if there is none, tools are refused.",
+        description="Format of the model's tool calls (page 'Tools and parsers'). auto: of the only parser that"
+        " reads those of its chat template; if there is none, tools are refused.",
     )
     thinking_history: Literal["keep", "strip"] = Field(
         "keep", description="Old thinking: kept token for token, or a new segment where the chat template drops it."
@@ -145,7 +145,7 @@ class AgentConfig(BaseModel):
     capture: CaptureConfig = CaptureConfig()
     reward: str = Field(
         "",
-        description="A name of docs/guide/reward.md, by_data_source, or a compute_score as dotted path or"
+        description="A name of the page 'My own reward', by_data_source, or a compute_score as dotted path or"
         " FILE.py:function. Empty: the loop sets rewards.",
     )
     rewards: RewardsConfig = RewardsConfig()

@@ -204,7 +204,7 @@ class TrainerConfig(BaseModel):
     )
     advantage: str = Field("grpo", description="Registered advantage estimator.")
     advantage_options: dict[str, Any] = Field(
-        default_factory=dict, description="Settings of the estimator; docs/extend/algorithm.md lists them."
+        default_factory=dict, description="Settings of the estimator; the page 'Algorithms' lists them."
     )
     sources: dict[str, TrainedSourceConfig] = Field(
         default_factory=dict,
@@ -223,7 +223,7 @@ class TrainerConfig(BaseModel):
         default_factory=dict, description="Settings of the loss, such as clip_low and clip_high."
     )
     aggregation: Literal["token_mean", "episode_mean", "episode_sum", "constant"] = Field(
-        "token_mean", description="How tokens' losses become one number, see docs/extend/algorithm.md."
+        "token_mean", description="How tokens' losses become one number, see the page 'Algorithms'."
     )
     aggregation_length: int = Field(
         0, ge=0, description="Under aggregation constant: what each episode's sum is divided by."

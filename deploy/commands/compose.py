@@ -16,7 +16,10 @@ app = typer.Typer(
 
 @app.callback()
 def group() -> None:
-    """A run in containers: Redis, rollout servers, workers, sandbox, trainer, page; see docs/guide/cluster.md."""
+    """A run in containers: Redis, rollout servers, workers, sandbox, trainer, page.
+
+    The page "Launching" has the steps.
+    """
 
 
 @app.command()

@@ -14,14 +14,14 @@ from penstock.deploy.run.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, US
 from penstock.transfer_queue import QueueError
 from penstock.transfer_queue.redis import user_rules
 
-app = typer.Typer(help="A run on Kubernetes, see docs/guide/cluster.md.", no_args_is_help=True)
+app = typer.Typer(help="A run on Kubernetes, from a Helm chart.", no_args_is_help=True)
 LOGINS = {"head": "owner", "rollout": "rollout", "agent": "agent", "page": "agent"}
 """Pods → whose rights they have in the queue. Sandboxes have no part in it."""
 
 
 @app.callback()
 def group() -> None:
-    """A run on Kubernetes, see docs/guide/cluster.md."""
+    """A run on Kubernetes, from a Helm chart; the page "Launching" has the steps."""
 
 
 @app.command("secrets")

@@ -17,7 +17,7 @@ COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "stalen
 
 
 def simulate(
-    setup: Annotated[Path, typer.Argument(help="A YAML file of a cluster and its work: docs/how/scale.md.")],
+    setup: Annotated[Path, typer.Argument(help="A YAML file of a cluster and its work, as on the page 'Scale'.")],
     overrides: Overrides = None,
     *,
     sweep: Annotated[str | None, typer.Option(help="key=a,b,c: one run for each value, as a table.")] = None,

@@ -69,7 +69,7 @@ def loss(verl: VerlSettings) -> Iterator[Setting]:
     if name is None:
         verl.lose(
             f"{ACTOR}.policy_loss.loss_mode",
-            f"{mode} is not here; its place is taken by ppo (docs/extend/algorithm.md)",
+            f"{mode} is not here; its place is taken by ppo (page 'Algorithms')",
         )
         name = "ppo"
     yield "trainer.loss", name
@@ -119,7 +119,7 @@ def advantage(verl: VerlSettings) -> Iterator[Setting]:
     theirs = verl["algorithm.adv_estimator"]
     name = str(theirs).removesuffix("_vectorized")
     if name not in ADVANTAGES:
-        verl.lose("algorithm.adv_estimator", f"{theirs} is not here: grpo (docs/extend/algorithm.md)")
+        verl.lose("algorithm.adv_estimator", f"{theirs} is not here: grpo (page 'Algorithms')")
         name = "grpo"
     if name == "grpo" and not verl["algorithm.norm_adv_by_std_in_grpo"]:
         name = "dr_grpo"

@@ -86,7 +86,7 @@ def agent(verl: VerlSettings) -> Iterator[Setting]:
         yield "agent.settings.max_calls_per_turn", verl[f"{turns}.max_parallel_calls"]
         parser = PARSERS.get(verl[f"{turns}.format"])
         if parser is None:
-            verl.lose(f"{turns}.format", f"{verl[f'{turns}.format']}: choose agent.parser (docs/extend/tool.md)")
+            verl.lose(f"{turns}.format", f"{verl[f'{turns}.format']}: choose agent.parser (page 'Tools and parsers')")
         else:
             yield "agent.parser", parser
 
@@ -99,7 +99,7 @@ def sampling(verl: VerlSettings) -> Iterator[Setting]:
         yield "agent.top_k", top_k
     if top_p < 1 or top_k > 0:
         yield "rollout.truncated_sampling", True
-        verl.note("top_p and top_k bias the policy gradient: verl does not say so, docs/how/engines.md does")
+        verl.note("top_p and top_k bias the policy gradient: verl does not say so")
 
 
 def reward(verl: VerlSettings) -> Iterator[Setting]:
@@ -165,7 +165,7 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
     yield "rollout.servers", max(1, samples // per_server)
     if int(verl["trainer.nnodes"]) > 1 or samples + trains > int(verl["trainer.n_gpus_per_node"]):
         verl.note(
-            "more than one machine: rollout.servers=0 here and `penstock rollout` there, see docs/guide/cluster.md"
+            "more than one machine: rollout.servers=0 here and `penstock rollout` there, see the page 'Launching'"
         )
 
 

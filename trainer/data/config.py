@@ -22,5 +22,5 @@ class DataConfig(BaseModel):
     curriculum: CurriculumConfig | None = Field(
         None,
         description="Tasks come by the weights of their data sources and by how often they are passed, not epoch after"
-        " epoch; {} takes the defaults (docs/guide/data.md).",
+        " epoch; {} takes the defaults (page 'My own data and model').",
     )

@@ -123,7 +123,7 @@ def _needs(config: RunConfig) -> list[tuple[bool, str]]:
     return [
         (
             url is None or is_loopback(urlsplit(url).hostname),
-            "transfer_queue.url=redis://HOST:6379  (docs/guide/cluster.md)",
+            "transfer_queue.url=redis://HOST:6379  (a Redis that every node reaches)",
         ),
         (is_loopback(rollout.host), "rollout.host=0.0.0.0  (servers, under their machines' names)"),
         (rollout.weight_transport == "shm", "rollout.weight_transport=http  (or broadcast, nccl, disk)"),
