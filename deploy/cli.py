@@ -109,6 +109,9 @@ def run(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="Continue an earlier run of this name.")] = False,
     *,
+    resume_if_any: Annotated[
+        bool, typer.Option(help="Continue an earlier run of this name, or start it: for what starts jobs again.")
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(help="Print the resolved recipe and what it means, check it as a start does."),
@@ -135,6 +138,7 @@ def run(
         recipe,
         overrides or [],
         resume=resume,
+        resume_if_any=resume_if_any,
         dry_run=dry_run,
         as_json=as_json,
         on_ray=on_ray,

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from penstock.common import FileLock, process_has_ended, write_atomically
+from penstock.common.registry import near_and_known
 from penstock.deploy.config import CODE, RUN_FILE, ConfigError, RunConfig, code_files, dump_config
 
 HEAD_LINE = "# head: "
@@ -105,8 +106,16 @@ class RunDir:
 def no_such_run(runs: Path, name: str) -> str:
     """The message for a run that is not in this folder of runs."""
     names = sorted(file.parent.name for file in runs.glob("*/config.yaml"))
-    others = f"there are: {', '.join(names)}" if names else "give its folder, or start it with `penstock run`"
-    return f"{runs / name}: no such run; {others}"
+    if not names:
+        return f"{runs / name}: no such run; give its folder, or start it with `penstock run`"
+    return f"{runs / name}: no such run; {near_and_known(name, names)}"
+
+
+def require_run(run: RunDir) -> None:
+    """Raises `ConfigError` if there is nothing that `--resume` could continue."""
+    if not (run.root.is_dir() and any(run.root.iterdir())):
+        fix = "set name=… of an earlier run, or leave out --resume, which starts this one"
+        raise ConfigError(f"name: {no_such_run(run.root.parent, run.root.name)}\n  fix: {fix}")
 
 
 class RunLock:

@@ -15,7 +15,7 @@ from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import refuse_doomed, run_checks
 from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere
 from penstock.deploy.run.supervisor import Placement
-from penstock.deploy.run_dir import RunDir
+from penstock.deploy.run_dir import RunDir, require_run
 from penstock.transfer_queue import QueueError
 
 console = Console(stderr=True, highlight=False)
@@ -26,12 +26,16 @@ def run_recipe(
     overrides: Sequence[str],
     *,
     resume: bool,
+    resume_if_any: bool = False,
     dry_run: bool,
     as_json: bool = False,
     on_ray: bool = False,
     ray_address: str | None = None,
 ) -> int:
-    """Returns the exit status: 0 done, 1 the run failed, 2 the recipe is wrong, 130 interrupted."""
+    """Returns the exit status: 0 done, 1 the run failed, 2 the recipe is wrong, 130 interrupted.
+
+    `resume` requires an earlier run, `resume_if_any` continues one if there is one.
+    """
     with uncollected():
         from penstock.deploy.run.launcher import Interrupted, launch
         from penstock.deploy.run.processes import RoleFailed
@@ -47,9 +51,10 @@ def run_recipe(
                 console.print(f"{check.name}: {check.found}", markup=False, soft_wrap=True)
         if on_ray:
             refuse_elsewhere(config, "Ray")
-        _refuse_doomed(config, here=not on_ray)
+        _refuse_doomed(config, here=not on_ray, exists=resume)
         if dry_run:
             return 0
+        resume = resume or resume_if_any
         if resume and (ended := _nothing_left(config)):
             message = f"{config.name}: {ended}, nothing is left to do; a larger trainer.steps continues the run"
             console.print(message, markup=False, soft_wrap=True)
@@ -94,8 +99,10 @@ def _ray_placement(address: str | None) -> Placement:
     return RayPlacement(address)
 
 
-def _refuse_doomed(config: RunConfig, *, here: bool) -> None:
-    """`here`: the roles run on this machine."""
+def _refuse_doomed(config: RunConfig, *, here: bool, exists: bool) -> None:
+    """`here`: the roles run on this machine. `exists`: only an earlier run may be continued. Raises `ConfigError`."""
+    if exists:
+        require_run(RunDir.of(config))
     with uncollected():  # some import what the run needs later
         checks = list(run_checks(config, here=here))
     for check in checks:

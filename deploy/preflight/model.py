@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -140,6 +140,12 @@ def check_model(config: RunConfig) -> Check:
         return Check("model", False, f"{folder} has no weights: no *.safetensors", SAVE)
     size = f"{weights.parameters / 1e6:.1f} M parameters" if weights else "weights as .bin files"
     return Check("model", True, f"{folder}: {size}")
+
+
+def check_model_here(config: RunConfig) -> Check:
+    """Check the model for engines and a trainer that start on this machine: a hub that does not answer ends them."""
+    check = check_model(config)
+    return replace(check, ok=check.ok and not check.warns, warns=False)
 
 
 def _known(name: str) -> str:

@@ -34,7 +34,7 @@ from penstock.deploy.preflight.machine import (
     check_wire,
 )
 from penstock.deploy.preflight.memory_checks import check_memory, check_shared_memory
-from penstock.deploy.preflight.model import check_context, check_model, check_vocabulary
+from penstock.deploy.preflight.model import check_context, check_model, check_model_here, check_vocabulary
 from penstock.deploy.preflight.network import (
     check_advertised,
     check_own_redis,
@@ -127,7 +127,7 @@ EVALUATION: tuple[Asked, ...] = (
     check_ports,
     check_redis,
     check_engine,
-    check_model,
+    check_model_here,
     check_vocabulary,
     check_context,
     check_reward,
@@ -179,7 +179,9 @@ def run_checks(config: RunConfig, *, here: bool = True) -> Iterator[Check]:
 
     `here`: the roles run on this machine.
     """
-    return _ask([check for check in FACTS if here or check not in OF_THIS_MACHINE], config)
+    if here:
+        return _ask([check_model_here if check is check_model else check for check in FACTS], config)
+    return _ask([check for check in FACTS if check not in OF_THIS_MACHINE], config)
 
 
 def all_checks(config: RunConfig) -> Iterator[Check]:

@@ -26,13 +26,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.agent_loops import AgentError
 from penstock.common import JsonlTail, last_by, read_jsonl, write_atomically
 from penstock.deploy.config import ConfigError, RunConfig, load_config
-from penstock.deploy.preflight.model import check_model
+from penstock.deploy.preflight.data import check_data
+from penstock.deploy.preflight.model import check_model_here
 from penstock.deploy.preflight.settings import check_training_engine
 from penstock.deploy.preflight.stop_grace import with_stop_grace
+from penstock.deploy.preflight.suite import refuse_doomed
 from penstock.deploy.run.launcher import Interrupted, until_interrupted
 from penstock.deploy.run.plan import SUPERVISOR_S, trainer_stop_s
 from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
-from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir, RunLock
+from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir, RunLock, require_run
 from penstock.deploy.sft.prepared import PreparedData, listed, prepare
 from penstock.sandbox import SandboxError
 from penstock.tools import ToolConfigError
@@ -95,11 +97,15 @@ def load_sft_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
-    failed = [one for one in (check_training_engine(config), check_model(config)) if one is not None and not one.ok]
-    if failed:
-        raise ConfigError("\n".join(f"{one.name}: {one.found}\n  fix: {one.fix}" for one in failed))
+    checks = [check_training_engine(config), check_model_here(config)]
+    if config.sft.policy:  # it plays the tasks of data.train
+        tasks = config.data.model_copy(update={"eval": None})
+        checks.append(check_data(config.model_copy(update={"data": tasks})))
+    refuse_doomed(check for check in checks if check is not None)
     _check_out(config, resume=resume)
     run = RunDir.of(config)
+    if resume:
+        require_run(run)
     with RunLock(run, resume=resume):
         run.logs.mkdir(exist_ok=True)
         if not resume:

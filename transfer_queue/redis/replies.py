@@ -228,7 +228,7 @@ def check_passing(error: Exception, where: str) -> None:
     if code in _REFUSALS:
         raise _REFUSALS[code](text) from None
     if isinstance(error, NoPermissionError) or "The user executing the script can't" in str(error):
-        raise QueueError(f"{where}: {error}; `penstock queue acl` has what each role may do") from error
+        raise QueueError(f"{where}: {error}; what each role may do: page 'Launching', Rights per role") from error
     raise QueueError(text if code == "QUEUE" else f"{where}: {error}") from error
 
 

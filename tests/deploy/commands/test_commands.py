@@ -149,10 +149,10 @@ REMOTE = ("--queue", "redis://127.0.0.1:1", "--run", "r")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("queue", "status", "mien"), "mien: no such run; there are: mine"),
-        (("queue", "dead-letters", "list", "mien"), "mien: no such run; there are: mine"),
-        (("status", "mien"), "mien: no such run; there are: mine"),
-        (("trace", "mien"), "mien: no such run; there are: mine"),
+        (("queue", "status", "mien"), "mien: no such run; did you mean 'mine'?"),
+        (("queue", "dead-letters", "list", "mien"), "mien: no such run; did you mean 'mine'?"),
+        (("status", "mien"), "mien: no such run; did you mean 'mine'?"),
+        (("trace", "mien"), "mien: no such run; did you mean 'mine'?"),
         (("queue", "acl", "a*"), "a*"),
         (("agent", "--name", "a"), "--queue or PENSTOCK_QUEUE is not set"),
         (("agent", "--name", "a", *REMOTE), "PENSTOCK_TOKEN is not set"),

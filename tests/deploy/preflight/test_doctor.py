@@ -53,6 +53,19 @@ def test_a_doomed_run_is_refused_before_it_begins(tmp_path: Path, capsys: pytest
     assert list(tmp_path.iterdir()) == []
 
 
+def test_resume_of_an_unknown_run_is_refused_with_the_nearest_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("sums-one", "words"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("{}")
+    assert run_recipe(RECIPE, [f"runs_dir={tmp_path}", "name=sums-on"], resume=True, dry_run=False) == 2
+    printed = capsys.readouterr().err
+    for part in ("name: ", "did you mean 'sums-one'? (known: sums-one, words)", "fix: ", "--resume"):
+        assert part in printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["sums-one", "words"]
+
+
 def test_a_recipe_that_cannot_be_read_is_one_message() -> None:
     assert "no such recipe" in invoke("no.yaml").stderr
     assert json.loads(invoke("no.yaml", "--json").stdout)["ok"] is False

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import load_config
+from penstock.deploy import load_config, run_recipe
 from penstock.deploy.config import RECIPES
 from penstock.deploy.preflight.check import Check
 from penstock.deploy.preflight.model import _check_hub, check_model
@@ -76,6 +76,15 @@ def test_a_hub_that_fails_is_a_warning_with_its_answer() -> None:
     answer = check("broken/hub")
     assert answer.verdict == "warn"
     assert "500" in answer.found
+
+
+def test_a_run_whose_hub_fails_is_refused_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [f"runs_dir={tmp_path}", "model=broken/hub"]
+    assert run_recipe(RECIPES / "calculator.yaml", given, resume=False, dry_run=False) == 2
+    printed = capsys.readouterr().err
+    assert "model: broken/hub" in printed
+    assert "fix: " in printed
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_like_a_fetched_model_is_answered_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,19 @@ def test_a_folder_that_is_not_this_runs_model_is_never_replaced(tmp_path: Path, 
         assert "training starts from" in capsys.readouterr().err
 
 
+def test_what_sft_cannot_begin_with_is_refused_with_its_field_and_a_fix(tmp_path: Path, capsys: Any) -> None:
+    recipe = recipe_in(tmp_path, data={"train": "none.parquet"})
+    policy = f"sft.policy={MODEL.parent.parent / 'retool/policies.py'}:oracle"
+    for given, words, resume in (
+        ([policy], ["data: ", "none.parquet: no such file", "fix: "], False),
+        (["sft.messages=none.jsonl"], ["name: ", "no such run", "fix: ", "--resume"], True),
+    ):
+        assert fine_tune_recipe(recipe, [f"runs_dir={tmp_path / 'runs'}", *given], resume=resume) == 2
+        printed = capsys.readouterr().err
+        assert [word for word in words if word not in printed] == []
+    assert not (tmp_path / "runs").exists()
+
+
 # training ----------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_messages_become_a_model(tmp_path: Path, start: Start) -> None:

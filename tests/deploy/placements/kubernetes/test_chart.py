@@ -195,7 +195,7 @@ def test_the_heads_overrides_are_a_recipe(on_gpus: Objects, tmp_path: Path) -> N
     (tmp_path / "mine.yaml").write_text("model: m\ndata: {train: 'generate:calculator/train?train=8&eval=4&seed=0'}\n")
     arguments = pods(on_gpus)["head"]["containers"][0]["args"]
     assert arguments[0] == "/work/recipes/mine.yaml"
-    assert arguments[-1] == "--resume"
+    assert arguments[-1] == "--resume-if-any"
     overrides = [word.replace("$(POD_IP)", "10.1.2.3") for word in arguments[1:-1]]
     config = load_config(tmp_path / "mine.yaml", overrides)
     assert (config.name, config.rollout.engine, config.trainer.ranks) == ("mine", "vllm", 8)
