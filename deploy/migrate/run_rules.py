@@ -165,7 +165,8 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
     yield "rollout.servers", max(1, samples // per_server)
     if int(verl["trainer.nnodes"]) > 1 or samples + trains > int(verl["trainer.n_gpus_per_node"]):
         verl.note(
-            "more than one machine: rollout.servers=0 here and `penstock rollout` there, see the page 'Launching'"
+            f"{trains} GPUs train and {samples} sample; if one machine has fewer than {samples + trains}:"
+            " rollout.servers=0 here and `penstock rollout` there, see the page 'Launching'"
         )
 
 

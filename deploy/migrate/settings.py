@@ -72,13 +72,11 @@ class VerlSettings:
     def staleness(self) -> int:
         """The largest staleness in steps; 0 in a synchronous run.
 
-        V1 drops a prompt group if (age in steps + 1) / parameter_sync_step exceeds its threshold (its replay buffer).
+        V1 drops a prompt group if its age in steps + 1 exceeds the threshold (its replay buffer). A step of V1 is
+        parameter_sync_step updates and one publication, as one of trainer.minibatches is here.
         """
         if self.v1_mode != "sync":
-            steps = (
-                int(self["trainer.v1.separate_async.parameter_sync_step"]) if self.v1_mode == "separate_async" else 1
-            )
-            return max(0, int(self["trainer.v1.sampler.max_off_policy_threshold"]) * steps - 1)
+            return max(0, int(self["trainer.v1.sampler.max_off_policy_threshold"]) - 1)
         if not self.is_async:
             return 0
         steps, share = (

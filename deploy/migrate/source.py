@@ -17,7 +17,7 @@ import yaml
 from penstock.datasets import BadExpression, canonical, evaluate
 
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
 _NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
 GROUPS = ("model_engine",)
 """Overrides without a dot that are no variables of a script: hydra's groups."""
@@ -79,8 +79,8 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
     """Variables that the script does not set stay as they are written, to be seen in the recipe."""
 
     def put(match: re.Match[str]) -> str:
-        name = match.group(1) or match.group(3)
-        return variables.get(name, match.group(2) if match.group(2) is not None else match.group(0))
+        name, default = match.group(1) or match.group(3), match.group(2)
+        return variables.get(name, match.group(0) if default is None else _expanded(default, variables))
 
     return _VARIABLE.sub(put, text)
 

@@ -219,7 +219,7 @@ def test_staleness_in_versions(threshold: float, sync: int, staleness: int) -> N
     [
         (["trainer_mode=sync", "sampler.max_off_policy_threshold=4"], {"max_staleness": 0}),
         (["trainer_mode=separate_async", "sampler.max_off_policy_threshold=2"], {"max_staleness": 1}),
-        (["trainer_mode=separate_async", "separate_async.parameter_sync_step=4"], {"max_staleness": 31}),
+        (["trainer_mode=separate_async", "separate_async.parameter_sync_step=4"], {"max_staleness": 7}),
         (
             ["trainer_mode=separate_async", "separate_async.hybrid_rollout.enable_switch=true"],
             {"max_staleness": 7, "placement.lend": True, "placement.colocated": False},
@@ -287,6 +287,7 @@ export N=${N:-6}
 python3 -m verl.trainer.main_ppo \\
     algorithm.adv_estimator=grpo \\
     data.train_files="$HOME/$DATA/train.parquet" \\
+    data.val_files=${VAL:-$HOME/${SET:-gsm8k}/test.parquet} \\
     data.train_batch_size=${batch} \\
     actor_rollout_ref.rollout.n=$N \\
     actor_rollout_ref.actor.optim.lr=3e-6 \\
@@ -306,6 +307,7 @@ def test_a_script_is_read_and_the_recipe_loads(tmp_path: Path, monkeypatch: pyte
     assert (config.groups_per_step, config.group_size, config.trainer.steps, config.trainer.lr) == (128, 6, 64, 3e-6)
     # a variable that the script does not set is left to be seen
     assert config.data.train == f"{Path.home()}/$DATA/train.parquet"
+    assert config.data.eval == f"{Path.home()}/gsm8k/test.parquet"
     assert "# no counterpart: critic.ppo_epochs=2" in out.read_text()
     assert "critic.ppo_epochs=2" in done.stderr
     assert CliRunner().invoke(app, [*words, "--strict"]).exit_code == 1
