@@ -20,7 +20,7 @@ from typing import Any
 from penstock.agent_loops.base import AgentLoopBase, WorkerServices
 from penstock.agent_loops.chat.calls import name_of
 from penstock.agent_loops.chat.chat import new_budget
-from penstock.agent_loops.errors import EpisodeRestart, InfraFailure, LoadError, TokenMismatch
+from penstock.agent_loops.errors import BadOutput, EpisodeRestart, InfraFailure, LoadError, TokenMismatch
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import EpisodeLLM, usual_sampling
 from penstock.agent_loops.merge import as_outputs, check_output, images_of, number_of, to_trajectory
@@ -30,7 +30,7 @@ from penstock.agent_loops.segment import TRUNCATED_DEADLINE, AgentLoopOutput
 from penstock.agent_loops.sources import services_of
 from penstock.agent_loops.tool_runner import ToolBox
 from penstock.agent_loops.tracing import EpisodeSpans, Trace, begin_trace, episode_spans, span, trajectory_facts
-from penstock.common import USERS_FAULTS, describe_error
+from penstock.common import USERS_FAULTS, defined_at, describe_error
 from penstock.tools import call_users
 from penstock.transfer_queue import BadPayload, Lease, Outcome, OutcomeKind, QueueError, Trajectory
 
@@ -78,7 +78,9 @@ class Episode:
             return await self._fail(trajectory.outcome)
         except InfraFailure as failure:
             self._services.mismatches.seen += isinstance(failure, TokenMismatch)
-            return await self._fail(Outcome(OutcomeKind.INFRA_ERROR, failure.reason, failure.component))
+            of_loop = isinstance(failure, BadOutput | TokenMismatch) and failure.component in ("loop", "queue")
+            reason = failure.reason + (defined_at(self._loop_class().run) if of_loop else "")
+            return await self._fail(Outcome(OutcomeKind.INFRA_ERROR, reason, failure.component))
         except BadPayload as error:
             return await self._fail(Outcome(OutcomeKind.INFRA_ERROR, f"cannot be stored: {error}", "queue"))
         except QueueError:
@@ -96,7 +98,7 @@ class Episode:
         try:
             await self._services.queue.complete(self._lease, trajectory)
         except BadPayload as error:
-            raise InfraFailure("queue", f"refused the trajectory: {error}") from error
+            raise BadOutput("queue", f"refused the trajectory: {error}") from error
         if self._trace.exported is not None:
             self._trace.exported.root.note(**trajectory_facts(trajectory))
         return trajectory.outcome

@@ -4,6 +4,7 @@ AgentError
 ├── TemplateError     the model's chat template cannot carry this conversation exactly
 ├── LoadError         a name or path in the recipe cannot be resolved
 ├── InfraFailure      machinery failed: the episode ends as infra_error(component), never with a reward of 0
+│   ├── BadOutput         a loop returned what no trajectory can hold
 │   ├── NoReward          the policy or the recipe prevented a reward; 0 once rewards of that data source came
 │   └── TokenMismatch     ids, logprobs or versions do not fit together (invariant 1); counted
 ├── EpisodeRestart    internal: the journal cannot be followed, the episode starts afresh
@@ -36,6 +37,10 @@ class InfraFailure(AgentError):
 
 class NoReward(InfraFailure):
     """The episode has no reward, and either the policy or the recipe is the reason."""
+
+
+class BadOutput(InfraFailure):
+    """A loop returned a value that no trajectory can hold: the episode's outcome names the file and line of its run."""
 
 
 class TokenMismatch(InfraFailure):

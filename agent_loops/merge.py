@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from penstock.agent_loops.chat.images import files_of
-from penstock.agent_loops.errors import InfraFailure, TokenMismatch
+from penstock.agent_loops.errors import BadOutput, InfraFailure, TokenMismatch
 from penstock.agent_loops.llm import SeenContexts
 from penstock.agent_loops.segment import AgentLoopOutput
 from penstock.agent_loops.token_row import little_endian
@@ -19,11 +19,11 @@ from penstock.transfer_queue import EpisodeImages, Lease, Trajectory
 
 
 def as_outputs(returned: Any) -> list[AgentLoopOutput]:
-    """Returns the loop's outputs as a list. Raises `InfraFailure("loop")` for another type or an empty list."""
+    """Returns the loop's outputs as a list. Raises `BadOutput` for another type or an empty list."""
     outputs = list(returned) if isinstance(returned, list | tuple) else [returned]
     wrong = [one for one in outputs if not isinstance(one, AgentLoopOutput)]
     if not outputs or wrong:
-        raise InfraFailure("loop", f"run() returned {returned!r}; return segment.output() or a list of them")
+        raise BadOutput("loop", f"run() returned {returned!r:.200}; return segment.output() or a list of them")
     return outputs
 
 
@@ -31,13 +31,13 @@ def check_output(output: AgentLoopOutput, seen: SeenContexts) -> None:
     """Invariant 1 on the finished segment: each turn's context was fed as it stands here, and its answer follows it.
 
     Holds by construction for `SegmentBuilder`; refuses outputs that were edited by hand.
-    Raises `TokenMismatch`, and `InfraFailure` where nothing was sampled.
+    Raises `TokenMismatch`, and `BadOutput` where nothing was sampled.
     """
     lengths = {len(output.response_ids), len(output.response_mask), len(output.response_logprobs)}
     if len(lengths) != 1:
         raise TokenMismatch("loop", f"response ids, mask and logprobs have different lengths {sorted(lengths)}")
     if not output.num_turns:
-        raise InfraFailure("loop", "run() returned a segment in which nothing was sampled")
+        raise BadOutput("loop", "run() returned a segment in which nothing was sampled")
     bounds = turn_bounds(output)
     if sum(end - start for start, end in bounds) != int(output.response_mask.sum()):
         raise TokenMismatch("loop", "the mask marks ids as sampled that belong to no turn")
@@ -75,7 +75,7 @@ def to_trajectory(
 ) -> Trajectory:
     """Segments in order; the episode's outcome is its last segment's. `images`: as `images_of` finds them.
 
-    Raises `InfraFailure("loop")` naming what is not a number.
+    Raises `BadOutput` naming what is not a number.
     """
     merged_metrics = {key: value for output in outputs for key, value in output.metrics.items()}
     merged_extra = {key: value for output in outputs for key, value in output.extra.items()}
@@ -103,13 +103,13 @@ def _turn_rewards(outputs: Sequence[AgentLoopOutput]) -> tuple[float, ...]:
 
 
 def number_of(value: Any, where: str) -> float:
-    """Returns `value` as a float. Raises `InfraFailure("loop")` if it is not a number; the text "1.0" is none."""
+    """Returns `value` as a float. Raises `BadOutput` if it is not a number; the text "1.0" is none."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InfraFailure("loop", f"{where} is {value!r:.80}, not a number") from None
+        raise BadOutput("loop", f"{where} is {value!r:.80}, not a number") from None
 
 
 async def images_of(lease: Lease, outputs: Sequence[AgentLoopOutput]) -> EpisodeImages | None:

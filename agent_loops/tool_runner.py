@@ -22,10 +22,9 @@ import xxhash
 
 from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
 from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
-from penstock.agent_loops.merge import number_of
 from penstock.agent_loops.tool_states import NamedCall, OnLost, ToolStates, as_infra, within
 from penstock.agent_loops.tracing import span
-from penstock.common import gather_or_cancel, nearest
+from penstock.common import defined_at, finite_number, gather_or_cancel, nearest
 from penstock.sandbox import SandboxLost, as_call
 from penstock.tools import (
     BaseTool,
@@ -166,9 +165,10 @@ class ToolBox:
         if self._journal.tool_rewards is None:
             rewards = {}
             for name, state in (await self._states.with_rewards()).items():
-                reward = await within(name, self._tools[name].reward_timeout_s, self._tools[name].calc_reward(state))
+                calc_reward = self._tools[name].calc_reward
+                reward = await within(name, self._tools[name].reward_timeout_s, calc_reward(state))
                 if reward is not None:
-                    rewards[name] = number_of(reward, f"the reward of tool {name}")
+                    rewards[name] = _finite_reward(name, reward, calc_reward)
             if not rewards:
                 return {}
             await self._journal.keep_rewards(rewards)
@@ -243,6 +243,14 @@ async def _execute(
         if tool_span.with_text:
             tool_span.text(arguments=json.dumps(call.arguments, default=str), result=result.text)
     return _cut(result, config, count_tokens)
+
+
+def _finite_reward(name: str, reward: Any, calc_reward: Any) -> float:
+    number = finite_number(reward)
+    if number is None:
+        problem = f"calc_reward returned {reward!r:.80}, not a finite number{defined_at(calc_reward)}"
+        raise InfraFailure(f"tool {name}", problem)
+    return number
 
 
 def _plain(result: ToolResult) -> dict[str, Any]:

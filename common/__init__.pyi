@@ -11,7 +11,9 @@ from .concurrency import gather_or_cancel as gather_or_cancel
 from .device_locks import load_on_devices as load_on_devices
 from .device_locks import visible_devices as visible_devices
 from .errors import USERS_FAULTS as USERS_FAULTS
+from .errors import defined_at as defined_at
 from .errors import describe_error as describe_error
+from .errors import finite_number as finite_number
 from .files import FileLock as FileLock
 from .files import JsonlTail as JsonlTail
 from .files import NotPrivate as NotPrivate

@@ -7,15 +7,15 @@ The rules are those of recorded episodes (docs/guide/agent.md): the same prefix 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
-import math
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.agent_loops import AgentLoopOutput, InfraFailure, LoadError
-from penstock.common import USERS_FAULTS
+from penstock.common import USERS_FAULTS, defined_at, finite_number
 from penstock.gateway.finish import last_turn, outcome_of
 from penstock.gateway.recorded_loop import RecordedLoop
 from penstock.transfer_queue import Task
@@ -67,10 +67,13 @@ class OpenAIAgentLoop(RecordedLoop):
         if self._transport.failure is not None:
             raise self._transport.failure
         self.check_replayed()
-        reward = _number(reward)
+        number = finite_number(reward)
+        if reward is not None and number is None:
+            problem = f"the agent returned {reward!r:.80}; return its reward as a finite number, or None"
+            raise InfraFailure("loop", problem + defined_at(self.agent))
         if last_turn(self.recorded) is None:
             raise InfraFailure("loop", "the agent returned without asking the model anything")
-        return self.recorded_outputs(outcome_of(self.recorded, None), reward=reward)
+        return self.recorded_outputs(outcome_of(self.recorded, None), reward=number)
 
 
 def loop_of(function: Agent, name: str) -> type[OpenAIAgentLoop]:
@@ -80,16 +83,9 @@ def loop_of(function: Agent, name: str) -> type[OpenAIAgentLoop]:
     except TypeError as error:
         raise LoadError(f"agent {name} must take (client, task): {error}") from error
 
+    @functools.wraps(function)
     async def agent(self: OpenAIAgentLoop, client: openai.AsyncOpenAI, task: Task) -> float | None:
         return await function(client, task)
 
     title = getattr(function, "__name__", name)
     return type(title, (OpenAIAgentLoop,), {"agent": agent, "__doc__": function.__doc__})
-
-
-def _number(reward: Any) -> float | None:
-    if reward is None:
-        return None
-    if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise InfraFailure("loop", f"the agent returned {reward!r}; return its reward as a finite number, or None")
-    return float(reward)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from penstock.common import Backoff, retry
+from penstock.common import Backoff, defined_at, finite_number, retry
 from penstock.tools.base import BaseTool, CallGuard, ToolInfraError, ToolResult, ToolUnavailable
 from penstock.tools.config import ToolConfig
 from penstock.tools.threads import call_users
@@ -98,7 +98,7 @@ class ToolGuard:
         limit_s = self.config.timeout_s
         try:
             async with asyncio.timeout(limit_s) as deadline:
-                return _checked(tool.name, await call_users(tool.execute, state, arguments))
+                return _checked(tool, await call_users(tool.execute, state, arguments))
         except TimeoutError as error:
             if not deadline.expired():
                 raise ToolInfraError(f"tool {tool.name}", f"{type(error).__name__}: {error}") from error
@@ -117,12 +117,25 @@ class ToolGuard:
             turns.release()
 
 
-def _checked(name: str, result: Any) -> ToolResult:
+def _checked(tool: BaseTool, result: Any) -> ToolResult:
     """Raises `ToolInfraError` where a tool of the user's returned something else than a result."""
-    if isinstance(result, ToolResult) and isinstance(result.text, str):
+    wrong = _wrong_field(result) if isinstance(result, ToolResult) else f"{result!r:.80}"
+    if not wrong:
         return result
-    wrong = f"a ToolResult whose text is {result.text!r:.80}" if isinstance(result, ToolResult) else f"{result!r:.80}"
-    raise ToolInfraError(f"tool {name}", f"execute returned {wrong}: return ToolResult(text), with text a str")
+    where = defined_at(getattr(tool, "function", tool.execute))
+    rule = "return ToolResult(text), with text a str, numbers finite"
+    raise ToolInfraError(f"tool {tool.name}", f"execute returned {wrong}: {rule}{where}")
+
+
+def _wrong_field(result: ToolResult) -> str:
+    fields = {
+        "text": isinstance(result.text, str),
+        "images": all(isinstance(image, str) for image in result.images),
+        "reward": result.reward is None or finite_number(result.reward) is not None,
+        "metrics": all(finite_number(value) is not None for value in result.metrics.values()),
+    }
+    wrong = next((name for name, is_right in fields.items() if not is_right), "")
+    return f"a ToolResult whose {wrong} is {getattr(result, wrong)!r:.80}" if wrong else ""
 
 
 def guard_of(tool: BaseTool, config: ToolConfig) -> CallGuard:

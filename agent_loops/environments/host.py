@@ -143,7 +143,9 @@ def serve(lines: Lines, make: Callable[..., Any]) -> None:
         except shapes.BadAction as error:
             lines.send({"invalid": str(error)})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an episode's failure is the worker's to type
-            lines.send({"error": describe(error)})
+            env = getattr(episode, "env", None)
+            function = getattr(getattr(env, "unwrapped", env), request["op"], make)
+            lines.send({"error": describe(error, function)})
 
 
 def _seed_for(make: Callable[..., Any], request: Json) -> Json:
@@ -162,11 +164,14 @@ def _seed(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % (1 << 32))
 
 
-def describe(error: BaseException) -> str:
-    """``ValueError: text (env.py, line 12)``"""
+def describe(error: BaseException, function: Any = None) -> str:
+    """``ValueError: text (env.py, line 12)``. `function`: whose result it is about if no line of theirs raised it."""
     ours = (__file__, shapes.__file__)
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in ours]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    places = [(code.co_filename, code.co_firstlineno)] if code else []
+    places += [(frame.filename, frame.lineno) for frame in frames]
+    where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
     return f"{type(error).__name__}: {error}"[:MAX_ERROR] + where
 
 

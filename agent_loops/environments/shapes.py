@@ -77,7 +77,12 @@ class SteppedEnvironment:
         return int(action)
 
     def _reward(self, value: Any) -> float:
-        reward = float(value or 0.0)
+        try:
+            reward = float(value or 0.0)
+        except (TypeError, ValueError, OverflowError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise TypeError(f"step() returned the reward {value!r:.80}, not a finite number")
         if self._settings.get("rewards") != "total":
             return reward
         before, self._total = self._total, reward

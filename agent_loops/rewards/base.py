@@ -55,6 +55,10 @@ class BaseReward(ABC):
         """Returns True if scores of rows of this source are journaled."""
         return self.journaled
 
+    def scored_by(self, data_source: str) -> Callable[..., Any]:
+        """Returns the code that scores rows of this source: a failure names its file and line."""
+        return self.score
+
     async def close(self) -> None:
         """Releases processes and connections; awaited once, when the worker ends."""
 
@@ -81,6 +85,9 @@ class FunctionReward(BaseReward):
         is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         self._in_thread = not is_async
         self._threads = UserThreads(at_once=16)
+
+    def scored_by(self, data_source: str) -> Callable[..., Any]:
+        return self._compute_score
 
     async def score(self, answer: Answer) -> Value:
         arguments = (answer.data_source, answer.solution, answer.ground_truth, answer.extra_info)

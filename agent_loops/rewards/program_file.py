@@ -7,11 +7,11 @@ verifiers do: whatever runs in their box can write that file.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.agent_loops.errors import InfraFailure, NoReward
+from penstock.common import finite_number
 
 
 def compute_score(
@@ -38,11 +38,3 @@ def compute_score(
     items = metrics.items() if isinstance(metrics, dict) else ()
     numbers = {name: number for name, value in items if (number := finite_number(value)) is not None}
     return {**numbers, "score": reward}
-
-
-def finite_number(value: Any) -> float | None:
-    """`value` as a float; None if it is not a finite number. What a program wrote may be any JSON."""
-    try:
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-    except OverflowError:  # an integer of 400 digits
-        return None

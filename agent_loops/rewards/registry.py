@@ -7,7 +7,6 @@ is kept in the episode's journal before the episode is completed: after a crash 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +21,7 @@ from penstock.agent_loops.journal import RecordedScore
 from penstock.agent_loops.loader import load_object, nearest
 from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
 from penstock.agent_loops.token_row import little_endian
-from penstock.common import USERS_FAULTS, describe_error
+from penstock.common import USERS_FAULTS, defined_at, describe_error, finite_number
 from penstock.sandbox import BoxNeeds, Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
 from penstock.transfer_queue import Segment, Task
@@ -125,7 +124,7 @@ class RewardFunction:
             else:
                 reason = f"{self._name} raised {describe_error(error)}"
             raise InfraFailure("reward", reason) from error
-        score = _to_score(value, self._name)
+        score = _to_score(value, self._name, self._reward.scored_by(task.data_source))
         self._proven.add(task.data_source)
         return score
 
@@ -208,23 +207,20 @@ def may_need_sandbox(config: AgentConfig) -> bool:
     return bool(names & {"code", "reasoning_gym", BY_SOURCE})
 
 
-def _to_score(value: Any, name: str) -> Score:
+def _to_score(value: Any, name: str, scored_by: Callable[..., Any]) -> Score:
     further: dict[str, float] = {}
     if isinstance(value, Mapping):
         if "score" not in value:
-            raise InfraFailure("reward", f"{name} returned a dict without 'score' (keys: {', '.join(map(str, value))})")
-        further = {f"reward/{key}": float(v) for key, v in value.items() if key != "score" and _is_number(v)}
+            keys = ", ".join(map(str, value))
+            problem = f"{name} returned a dict without 'score' (keys: {keys}){defined_at(scored_by)}"
+            raise InfraFailure("reward", problem)
+        numbers = {key: finite_number(entry) for key, entry in value.items() if key != "score"}
+        further = {f"reward/{key}": number for key, number in numbers.items() if number is not None}
         value = value["score"]
-    if not _is_number(value):
-        raise InfraFailure("reward", f"{name} returned {value!r:.80}, not a finite number")
-    return Score(float(value), further)
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        return not isinstance(value, str | bytes) and math.isfinite(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return False
+    reward = finite_number(value)
+    if reward is None:
+        raise InfraFailure("reward", f"{name} returned {value!r:.80}, not a finite number{defined_at(scored_by)}")
+    return Score(reward, further)
 
 
 def choice_for(data_source: str, own: Mapping[str, str | RewardChoice]) -> RewardChoice:
@@ -283,6 +279,9 @@ class BySource(BaseReward):
 
     def is_journaled(self, data_source: str) -> bool:
         return self._reward_for(data_source).is_journaled(data_source)
+
+    def scored_by(self, data_source: str) -> Callable[..., Any]:
+        return self._reward_for(data_source).scored_by(data_source)
 
     async def close(self) -> None:
         for reward in self._rewards.values():

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
 from penstock.agent_loops import AgentLoopBase, Episode
-from penstock.agent_loops.rewards import RewardFunction
+from penstock.agent_loops.rewards import BaseReward, RewardFunction
 from penstock.common.event_loop import run_users_code
 from penstock.testing import FakeClient
-from penstock.tools import function_tool
+from penstock.tools import ToolResult, function_tool
 from penstock.transfer_queue import OutcomeKind
 
 HERE = r"\(.*test_users_faults\.py, line \d+\)"
@@ -30,6 +32,19 @@ def returning(**output: Any) -> type[AgentLoopBase]:
             return segment.output(**output)
 
     return Returning
+
+
+def returning_value(value: Any) -> type[AgentLoopBase]:
+    class ReturningValue(AgentLoopBase):
+        async def run(self, task):
+            await self.llm.generate(self.chat.start(task.messages))
+            return value
+
+    return ReturningValue
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    return rf" \(.*test_users_faults\.py, line {function.__code__.co_firstlineno}\)$"
 
 
 def with_method(name: str, method: Callable[..., Any]) -> type[AgentLoopBase]:
@@ -80,9 +95,10 @@ LOOPS = {
     "turn reward of text": (returning(reward=1.0, turn_rewards=["x"]), "turn_rewards is 'x', not a number"),
     "turn rewards of two": (returning(reward=1.0, turn_rewards=[1.0, 2.0]), "turn_rewards: 2 for 1 turns"),
     "extra of a set": (returning(reward=1.0, extra={"seen": {1}}), r"extra\.seen: set"),
-    "exit in setup": (with_method("setup", leave), LEFT),
-    "exit in run": (with_method("run", leave_async), LEFT),
+    "no output": (returning_value(None), r"run\(\) returned None"),
+    "empty list": (returning_value([]), r"run\(\) returned \[\]"),
 }
+LEAVING = {"setup": with_method("setup", leave), "run": with_method("run", leave_async)}
 TASKS = {
     "branch": {"loop": with_method("run", leave_in_a_branch)},
     "gather": {"loop": with_method("run", leave_in_gather)},
@@ -123,28 +139,57 @@ def ending(played):
 
 
 @pytest.mark.parametrize("fault", LOOPS)
-async def test_what_a_loop_does_is_reported(ending, fault: str) -> None:
+async def test_a_fault_in_what_a_loop_returns_names_the_loops_file_and_line(ending, fault: str) -> None:
     loop, reason = LOOPS[fault]
     outcome = await ending(loop)
-    assert re.search(reason, outcome.reason), outcome
+    assert re.search(f"{reason}.*{place_of(loop.run)}", outcome.reason), outcome
 
 
-@pytest.mark.parametrize(
-    ("reward", "reason"),
-    [
-        (leave, LEFT),
-        (leave_async, LEFT),
-        (lambda *_, **__: 10**400, "returned 1000"),
-        (lambda *_, **__: {"score": None}, "returned None, not a finite number"),
-    ],
-)
-async def test_what_a_reward_does_is_reported(ending, reward: Callable[..., Any], reason: str) -> None:
+@pytest.mark.parametrize("method", LEAVING)
+async def test_a_loop_that_leaves_the_process_is_reported(ending, method: str) -> None:
+    outcome = await ending(LEAVING[method])
+    assert re.search(LEFT, outcome.reason), outcome
+
+
+@pytest.mark.parametrize("reward", [leave, leave_async])
+async def test_a_reward_that_leaves_the_process_is_reported(ending, reward: Callable[..., Any]) -> None:
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return reward()
 
     outcome = await ending(returning(), reward=RewardFunction(compute_score))
     assert outcome.component == "reward"
-    assert re.search(reason, outcome.reason), outcome
+    assert re.search(LEFT, outcome.reason), outcome
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        pytest.param(10**400, "returned 1000", id="over floats"),
+        ("right", "returned 'right', not a"),
+        ({"score": None}, "returned None, not a"),
+        ({}, "without 'score'"),
+    ],
+)
+async def test_a_fault_in_what_a_reward_returns_names_its_file_and_line(ending, value: Any, reason: str) -> None:
+    def compute_score(data_source, solution_str, ground_truth, extra_info, **settings):
+        return value
+
+    class Scorer(BaseReward):
+        async def score(self, answer):
+            return value
+
+        def __call__(self, data_source, solution_str, ground_truth, extra_info):
+            return value
+
+    for reward, function in (
+        (compute_score, compute_score),
+        (functools.partial(compute_score, strict=True), compute_score),
+        (Scorer().__call__, Scorer.__call__),
+        (Scorer(), Scorer.score),
+    ):
+        outcome = await ending(returning(), reward=RewardFunction(reward))
+        assert outcome.component == "reward"
+        assert re.search(f"{reason}.*{place_of(function)}", outcome.reason), outcome
 
 
 @pytest.mark.parametrize("leaves", [leave, leave_async])
@@ -157,6 +202,41 @@ async def test_a_tool_that_leaves_the_process_is_reported(ending, leaves: Callab
     outcome = await ending(tool=calculator)
     assert "calculator" in outcome.component
     assert re.search(LEFT, outcome.reason), outcome
+
+
+@pytest.mark.parametrize(
+    ("returned", "reason"),
+    [
+        ("46", "execute returned '46'"),
+        (ToolResult(None), "whose text is None"),
+        (ToolResult("46", reward="right"), "whose reward is 'right'"),
+        (ToolResult("46", reward=float("nan")), "whose reward is nan"),
+        pytest.param(ToolResult("46", reward=10**400), "whose reward is 1000", id="over floats"),
+        (ToolResult("46", images=(Path("plot.png"),)), "whose images is"),
+        (ToolResult("46", metrics={"f1": None}), "whose metrics is {'f1': None}"),
+    ],
+)
+async def test_a_fault_in_what_a_tool_returns_names_its_file_and_line(
+    ending, calculator, monkeypatch, returned: Any, reason: str
+) -> None:
+    async def execute(self, state, arguments):
+        return returned
+
+    monkeypatch.setattr(type(calculator), "execute", execute)
+    outcome = await ending(tool=calculator)
+    assert outcome.component == "tool calculator"
+    assert re.search(f"{reason}.*{place_of(execute)}", outcome.reason), outcome
+
+
+@pytest.mark.parametrize("value", ["right", float("nan"), pytest.param(10**400, id="over floats")])
+async def test_a_fault_in_a_tools_reward_names_its_file_and_line(ending, calculator, monkeypatch, value: Any) -> None:
+    async def calc_reward(self, state):
+        return value
+
+    monkeypatch.setattr(type(calculator), "calc_reward", calc_reward)
+    outcome = await ending(tool=calculator)
+    assert outcome.component == "tool calculator"
+    assert re.search(f"calc_reward returned {value!r:.20}.*{place_of(calc_reward)}", outcome.reason), outcome
 
 
 @pytest.mark.parametrize("place", TASKS)

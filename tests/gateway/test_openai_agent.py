@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import openai
 import pytest
@@ -178,7 +180,7 @@ async def test_what_is_no_reward_is_refused(run, calling_policy, returned):
         return returned
 
     outcome, _, _ = await run(agent, FakeClient(calling_policy(turns=0)))
-    assert "finite number" in outcome.reason
+    assert re.search(rf"finite number.*{Path(__file__).name}, line {agent.__code__.co_firstlineno}\)$", outcome.reason)
 
 
 def test_a_functions_path_is_a_loop(tmp_path):
