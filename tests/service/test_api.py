@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from service_parts import IDS, NAME, Client, Service, forward_body, logprobs_of
+from tests.small_disk import small_disk
 
 from penstock.service import routes, worker
 from penstock.trainer import Ranks
@@ -191,6 +192,19 @@ async def test_checkpoints_are_listed_loaded_downloaded_and_removed(client: Clie
     assert (await client.call("PUT", f"{route}/ttl", {"ttl_seconds": 3600}))[0] == 200
     assert (await client.call("DELETE", route))[0] == 200
     assert (await client.call("GET", f"{route}/external_weights_urls"))[0] == 404
+
+
+async def test_a_full_disk_is_named_to_the_client_and_a_later_save_is_whole(service: Service, client: Client) -> None:
+    model = await client.model()
+    await client.forward(model, 1)
+    await client.step(model, 2)
+    with small_disk(service.folder / "checkpoints", 16) as disk:
+        refused = await client.result(await _save(client, model, 3))
+        assert "full" in refused["error"]
+        assert refused["category"] == "server"
+        assert [path for path in disk.rglob("*") if path.is_file()] == []
+        assert (await client.call("GET", f"training_runs/{model}/checkpoints"))[1]["checkpoints"] == []
+    assert (await client.result(await _save(client, model, 4)))["path"] == f"tinker://{model}/weights/one"
 
 
 async def _save(client: Client, model: str, number: int, **fields: Any) -> str:

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file
+from scripts.model_table.families import FAMILIES
 from tests.tiny_model import save_poisoned_model as poisoned
 from trainer_support import make_job, metrics, run_ranks, threads_of_gloo
 from two_ranks import OTHER, job_of
@@ -24,7 +25,7 @@ from penstock.transfer_queue import Archive
 from penstock.weight_sync import Manifest, read_verified
 
 pytestmark = pytest.mark.torch
-"""Of a rank."""
+BY_KIND = {family.kind: family for family in FAMILIES}
 
 
 EVERYTHING = {
@@ -80,6 +81,13 @@ def test_whole_runs_of_replicated_shards_give_one_ranks_results(tmp_path: Path, 
     two = run_cases(folder_in(tmp_path, "two"), cases)
     for name in ALGORITHMS:
         assert_one_ranks_results(name, two / name, folder_in(tmp_path, name), tiny_model)
+
+
+@pytest.mark.deep
+def test_two_ranks_give_one_ranks_results_of_layers_that_share_parameters(tmp_path: Path) -> None:
+    model = BY_KIND["Zamba2"].save(folder_in(tmp_path, "model"))
+    two = run_cases(folder_in(tmp_path, "two"), {"default": {"model": model, "settings": settings_of("default")}})
+    assert_one_ranks_results("default", two / "default", folder_in(tmp_path, "one"), model)
 
 
 def folder_in(parent: Path, name: str) -> Path:

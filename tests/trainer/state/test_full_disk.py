@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.small_disk import small_disk
 from tests.trainer.trainer_support import make_job, make_segment
 
 pytest.importorskip("torch")
@@ -30,19 +29,6 @@ def full_checkpoints(tmp_path: Path) -> Iterator[Path]:
     """The run's folder of checkpoints, a file system of its own with room for a part of one."""
     with small_disk(tmp_path / "run" / "checkpoints", 128) as folder:
         yield folder
-
-
-@contextmanager
-def small_disk(folder: Path, size_kb: int) -> Iterator[Path]:
-    folder.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size_kb}k,mode=700", "none", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def assert_named_and_gone(error: BaseException, folder: Path, step: int) -> None:
