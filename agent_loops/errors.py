@@ -5,7 +5,7 @@ AgentError
 ├── LoadError         a name or path in the recipe cannot be resolved
 ├── InfraFailure      machinery failed: the episode ends as infra_error(component), never with a reward of 0
 │   ├── BadOutput         a loop returned what no trajectory can hold
-│   ├── NoReward          the policy or the recipe prevented a reward; 0 once rewards of that data source came
+│   ├── NoReward          the policy or the recipe prevented a reward; 0 once the run had one of that data source
 │   └── TokenMismatch     ids, logprobs or versions do not fit together (invariant 1); counted
 ├── EpisodeRestart    internal: the journal cannot be followed, the episode starts afresh
 └── WorkerStopped     the worker cannot make progress; the message says why

@@ -185,6 +185,14 @@ class EpisodeJournal:
         self.score = score
         await self.append(JournalEntry(kind=JournalKind.TOOLS, data={SCORE: asdict(score)}))
 
+    async def prove(self, reward: str) -> None:
+        """Records for the whole run that a reward of this name came."""
+        await self._queue.prove_reward(reward)
+
+    async def is_proven(self, reward: str) -> bool:
+        """Returns True if a reward of this name came in the run."""
+        return await self._queue.is_reward_proven(reward)
+
     async def restart(self, cause: str) -> None:
         """Abandons the run; durable, so that a later owner does not replay it."""
         self._remaining, self.sessions, self.tool_rewards, self.score = [], {}, None, None

@@ -22,6 +22,7 @@ import xxhash
 
 from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
 from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
+from penstock.agent_loops.rewards.registry import proof_of
 from penstock.agent_loops.tool_states import NamedCall, OnLost, ToolStates, as_infra, within
 from penstock.agent_loops.tracing import span
 from penstock.common import defined_at, finite_number, gather_or_cancel, nearest
@@ -31,6 +32,7 @@ from penstock.tools import (
     BoxTool,
     CountTokens,
     EpisodeBox,
+    NoToolReward,
     ToolConfig,
     ToolResult,
     check_arguments,
@@ -121,7 +123,7 @@ class ToolBox:
         self.counts = ToolCounts()
         self.failure: AgentError | None = None
         """The failure that ends the episode, even if the loop caught it."""
-        self._tools = tools
+        self._tools, self._configs, self._task = tools, configs, task
         self._journal = journal
         self._names = CallNames()
         # No method of this object: with a cycle, all of an ended episode would wait for the garbage collector.
@@ -165,14 +167,31 @@ class ToolBox:
         if self._journal.tool_rewards is None:
             rewards = {}
             for name, state in (await self._states.with_rewards()).items():
-                calc_reward = self._tools[name].calc_reward
-                reward = await within(name, self._tools[name].reward_timeout_s, calc_reward(state))
+                reward = await self._reward_of(name, state)
                 if reward is not None:
-                    rewards[name] = _finite_reward(name, reward, calc_reward)
+                    rewards[name] = reward
             if not rewards:
                 return {}
             await self._journal.keep_rewards(rewards)
         return self._journal.tool_rewards or {}
+
+    async def _reward_of(self, name: str, state: Any) -> float | None:
+        """0 where the policy prevented one: once the run had a reward of the data source, the settings can give one."""
+        tool, settings = self._tools[name], repr(sorted(self._configs[name].settings.items()))
+        proof = proof_of(f"tool {tool.turn_group or name}", settings, self._task.data_source)
+        try:
+            reward = await within(name, tool.reward_timeout_s, tool.calc_reward(state))
+        except InfraFailure as failure:
+            cause = failure.__cause__
+            if not isinstance(cause, NoToolReward) or not (cause.is_zero or await self._journal.is_proven(proof)):
+                raise
+            log.warning("%s earns 0: %s", self._task.task_id, failure.reason)
+            return 0.0
+        if reward is None:
+            return None
+        number = _finite_reward(name, reward, tool.calc_reward)
+        await self._journal.prove(proof)
+        return number
 
     async def episode_box(self) -> EpisodeBox | None:
         """The box that the recipe's tools work in, opened; its tools then count as used, and reward what is in it.

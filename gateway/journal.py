@@ -218,6 +218,14 @@ class SessionJournal:
         """Raises `QueueError`."""
         await self.note(**{SCORE: asdict(score)})
 
+    async def prove(self, reward: str) -> None:
+        """Raises `QueueError`."""
+        await self._journal.prove(reward)
+
+    async def is_proven(self, reward: str) -> bool:
+        """Raises `QueueError`."""
+        return await self._journal.is_proven(reward)
+
     def response(self, answer_id: str) -> Turn | None:
         """Returns the turn of a stored response; None if it was deleted or not stored."""
         turn = self.history.turns.get(f"{answer_id}.0")

@@ -32,6 +32,7 @@ class MemoryRun:
         self._servers: dict[str, tuple[ServerInfo, float]] = {}
         self._updates: deque[WeightUpdate] = deque(maxlen=KEPT_UPDATES)
         self._waits: Counter[str] = Counter()
+        self._proven: set[str] = set()
         self._turns = TurnTable(self._clock)
 
     async def create_run(self, limits: Limits, config: str, identity: RunIdentity | None = None) -> RunRecord | None:
@@ -92,6 +93,13 @@ class MemoryRun:
 
     async def add_wait(self, role: str, cause: str, seconds: float) -> None:
         self._waits[f"{role}:{cause}"] += seconds  # type: ignore[assignment]
+
+    async def prove_reward(self, reward: str) -> None:
+        await self.config()
+        self._proven.add(reward)
+
+    async def is_reward_proven(self, reward: str) -> bool:
+        return reward in self._proven
 
     async def take_turn(self, call: TurnCall) -> Turns:
         await self.config()

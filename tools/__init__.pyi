@@ -1,4 +1,5 @@
 from .base import BaseTool as BaseTool
+from .base import NoToolReward as NoToolReward
 from .base import ToolGroup as ToolGroup
 from .base import ToolInfraError as ToolInfraError
 from .base import ToolResult as ToolResult

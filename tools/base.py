@@ -39,6 +39,16 @@ class ToolInfraError(Exception):
         self.reason = reason
 
 
+class NoToolReward(ToolInfraError):
+    """`calc_reward` found none: by the policy's doing, or since the tool's settings are wrong. It is 0 once the run had
+    a reward of this tool and data source."""
+
+    def __init__(self, component: str, reason: str, *, is_zero: bool = False) -> None:
+        """`is_zero`: the operator has said that it is the policy's own 0."""
+        super().__init__(component, reason)
+        self.is_zero = is_zero
+
+
 class ToolUnavailable(ToolInfraError):
     """Refused, busy or not reached, and nothing was done: the call may be retried (`ToolConfig.retries`)."""
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from penstock.sandbox import Sandbox, SandboxError, Session
 from penstock.sandbox.harbor import HarborEnvironment, HarborTask, HarborTaskError, read_task
-from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult
+from penstock.tools.base import BaseTool, NoToolReward, ToolGroup, ToolInfraError, ToolResult
 from penstock.tools.editor import EditorTool
 from penstock.tools.episode_box import EpisodeBox
 from penstock.tools.graded_box import PREDICTIONS, GradedBox, GradedTool, Submit, keep_prediction
@@ -43,7 +43,7 @@ class HarborSettings(BaseModel):
     no_reward: Literal["auto", "infra_error", "zero"] = Field(
         "auto",
         description="Tests that write no reward: the agent's own 0, since its code ran in their box; or tried again as"
-        " a failure, as Harbor counts it, which an agent can bring about. auto: a failure until the worker has read"
+        " a failure, as Harbor counts it, which an agent can bring about. auto: a failure until the run has had"
         " a reward of the data source, since tasks or `reward_key` may be wrong; then 0.",
     )
     reward_key: str = Field("", description="Which one of several rewards in reward.json; empty: `reward`.")
@@ -60,22 +60,17 @@ class HarborTools(ToolGroup):
     def __init__(self, sandbox: Sandbox | None = None, **settings: Any) -> None:
         self._sandbox = sandbox
         self._settings = HarborSettings(**settings)
-        self._proven: set[str] = set()
-        """Data sources of which a reward was read."""
 
     def tools(self) -> list[BaseTool]:
-        return [kind(self._sandbox, self._settings, self._proven) for kind in (HarborShell, HarborEditor, HarborSubmit)]
+        return [kind(self._sandbox, self._settings) for kind in (HarborShell, HarborEditor, HarborSubmit)]
 
 
 class HarborBox(GradedBox[HarborEnvironment]):
     """The episode's box with the task set up in it."""
 
-    def __init__(
-        self, sandbox: Sandbox, task: HarborTask, row: Task, settings: HarborSettings, proven: set[str]
-    ) -> None:
-        super().__init__(sandbox, row.task_id)
+    def __init__(self, sandbox: Sandbox, task: HarborTask, label: str, settings: HarborSettings) -> None:
+        super().__init__(sandbox, label)
         self._task = task
-        self._data_source, self._proven = row.data_source, proven
         self._settings = settings
         self._passed = {name: os.environ[name] for name in settings.pass_env if name in os.environ}
         self._opened_at = 0.0
@@ -99,7 +94,7 @@ class HarborBox(GradedBox[HarborEnvironment]):
         self._opened_at = time.monotonic()
 
     async def _grade(self, environment: HarborEnvironment) -> float:
-        """Raises `ToolInfraError` where the tests write no reward and `no_reward` says so."""
+        """Raises `NoToolReward` where the tests write none, `ToolInfraError` if `no_reward` calls that a failure."""
         predictions, name, key = self._settings.predictions, self._task.name, self._settings.reward_key
         if predictions is not None:  # before the tests come
             patch = await environment.patch()
@@ -111,19 +106,13 @@ class HarborBox(GradedBox[HarborEnvironment]):
         value = grade.rewards.get(key) if key else grade.reward
         log.info("%s: %s reward=%s %s", self._label, name, value, json.dumps(dict(grade.rewards)))
         if value is not None:
-            self._proven.add(self._data_source)
             return value
         wrong_key = f"no reward is called {key!r}: it has {', '.join(grade.rewards)}" if key and grade.rewards else ""
-        cause = grade.cause or wrong_key or grade.why_none()
-        if self._is_agents_own(grade.cause):
-            log.warning("%s: %s earns 0: %s", self._label, name, cause)
-            return 0.0
-        raise ToolInfraError("harbor", f"task {name}: {cause}")
-
-    def _is_agents_own(self, cause: str) -> bool:
-        """An operator's ``zero`` stands for tests that write nothing, not for a reward of another name."""
-        choice = self._settings.no_reward
-        return choice != "infra_error" and (self._data_source in self._proven or (choice == "zero" and bool(cause)))
+        cause = f"task {name}: {grade.cause or wrong_key or grade.why_none()}"
+        if self._settings.no_reward == "infra_error":
+            raise ToolInfraError("harbor", cause)
+        # An operator's `zero` stands for tests that write nothing, not for a reward of another name.
+        raise NoToolReward("harbor", cause, is_zero=self._settings.no_reward == "zero" and bool(grade.cause))
 
 
 class _HarborTool(GradedTool):
@@ -131,9 +120,9 @@ class _HarborTool(GradedTool):
     component = "harbor"
     task_error = HarborTaskError
 
-    def __init__(self, sandbox: Sandbox | None, settings: HarborSettings, proven: set[str]) -> None:
+    def __init__(self, sandbox: Sandbox | None, settings: HarborSettings) -> None:
         super().__init__(sandbox)
-        self._harbor, self._proven = settings, proven
+        self._harbor = settings
         self.create_timeout_s = SETTING_UP_S
         self.reward_timeout_s = settings.longest_tests_s + SETTING_UP_S
 
@@ -148,7 +137,7 @@ class _HarborTool(GradedTool):
                 f"task {harbor.name}: verifier.timeout_sec {harbor.verifier_timeout_s:g} is more than the setting"
                 f" longest_tests_s {self._harbor.longest_tests_s:g}",
             )
-        return HarborBox(self._sandbox, harbor, task, self._harbor, self._proven)
+        return HarborBox(self._sandbox, harbor, task.task_id, self._harbor)
 
     async def calc_reward(self, state: Any) -> float | None:
         try:

@@ -133,6 +133,12 @@ class TransferQueue(Protocol):
     async def release(self, lease: Lease) -> None:
         """Return an episode to the queue; the journal is kept, no attempt counted. Lost leases are ignored."""
 
+    async def prove_reward(self, reward: str) -> None:
+        """Record that a reward of this name came in this run: its settings can give one. A repeat is a no-op."""
+
+    async def is_reward_proven(self, reward: str) -> bool:
+        """Return True once any worker of the run has called `prove_reward` with this name."""
+
     # trainer -------------------------------------------------------------------------------------------------------
     async def claim_training(self, holder: str) -> int:
         """Become the run's trainer, in `holder`'s name: returns an epoch above every earlier one, which this client

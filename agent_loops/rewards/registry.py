@@ -79,6 +79,12 @@ class ScoreKeeper(Protocol):
     async def keep_score(self, score: RecordedScore) -> None:
         """Raises `QueueError`."""
 
+    async def prove(self, reward: str) -> None:
+        """Records for the whole run that a reward of this name came. Raises `QueueError`."""
+
+    async def is_proven(self, reward: str) -> bool:
+        """Raises `QueueError`."""
+
 
 class RewardFunction:
     """Calls a `BaseReward`, or a function in verl's ``compute_score`` shape: sync or async, number or dict."""
@@ -96,13 +102,16 @@ class RewardFunction:
         self._timeout_s = timeout_s
         self._settings = settings
         self._proven: set[str] = set()
-        """Data sources of which a reward came: the recipe can have one."""
+        """Data sources of which this process knows that a reward came: the recipe can have one."""
 
-    async def score(self, task: Task, solution: str, further: Mapping[str, Any]) -> Score:
+    async def score(
+        self, task: Task, solution: str, further: Mapping[str, Any], keeper: ScoreKeeper | None = None
+    ) -> Score:
         """Return the score; 0, with the metric ``reward/no_reward``, if the policy prevented one.
 
-        `further` joins the row's `extra_info`. Raises `InfraFailure`, also where no reward of the data source came
-        yet: a recipe that cannot have one (a wrong file or pattern) must not train on zeros.
+        `further` joins the row's `extra_info`; `keeper` knows which rewards came in the run. Raises `InfraFailure`,
+        also where none of the data source came yet: a recipe that cannot have one (a wrong file or pattern) must not
+        train on zeros. Raises `QueueError` with a `keeper`.
         """
         extra = {**task.extra_info, **further}
         answer = Answer(task.data_source, solution, task.ground_truth, extra, task.messages)
@@ -110,8 +119,8 @@ class RewardFunction:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 value = await self._reward.score(answer)
         except NoReward as error:
-            if task.data_source not in self._proven:
-                hint = "this worker had no reward of this data source yet, so that the recipe may be wrong"
+            if not await self._is_proven(task.data_source, keeper):
+                hint = "the run had no reward of this data source yet, so that the recipe may be wrong"
                 raise InfraFailure(error.component, f"{error.reason}; {hint}") from error
             return Score(0.0, {"reward/no_reward": 1.0})
         except (InfraFailure, ToolInfraError) as error:
@@ -125,8 +134,15 @@ class RewardFunction:
                 reason = f"{self._name} raised {describe_error(error)}"
             raise InfraFailure("reward", reason) from error
         score = _to_score(value, self._name, self._reward.scored_by(task.data_source))
+        if keeper is not None and task.data_source not in self._proven:
+            await keeper.prove(proof_of(self._name, self._settings, task.data_source))
         self._proven.add(task.data_source)
         return score
+
+    async def _is_proven(self, data_source: str, keeper: ScoreKeeper | None) -> bool:
+        if data_source in self._proven or keeper is None:
+            return data_source in self._proven
+        return await keeper.is_proven(proof_of(self._name, self._settings, data_source))
 
     async def score_once(
         self, task: Task, solution: str, further: Mapping[str, Any], segments: Sequence[Segment], keeper: ScoreKeeper
@@ -136,11 +152,11 @@ class RewardFunction:
         Raises `QueueError` as well.
         """
         if not self._reward.is_journaled(task.data_source):
-            return await self.score(task, solution, further)
+            return await self.score(task, solution, further, keeper)
         digest = self._digest(task, further, segments)
         recorded = keeper.score
         if recorded is None or recorded.of != digest:
-            score = await self.score(task, solution, further)
+            score = await self.score(task, solution, further, keeper)
             recorded = RecordedScore(digest, score.reward, score.metrics)
             await keeper.keep_score(recorded)
         return Score(recorded.reward, recorded.metrics)
@@ -157,6 +173,12 @@ class RewardFunction:
 
     async def close(self) -> None:
         await self._reward.close()
+
+
+def proof_of(name: str, settings: str, data_source: str) -> str:
+    """Return the name under which a run keeps that a reward came. Other settings, as of a resumed run, need their own
+    proof."""
+    return f"{name} {xxhash.xxh3_64_hexdigest(settings.encode())} {data_source}"
 
 
 def load_reward(config: AgentConfig, recipe_dir: Path, sandbox: Sandbox | None = None) -> RewardFunction | None:

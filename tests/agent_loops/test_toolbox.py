@@ -8,7 +8,7 @@ import pytest
 from penstock.agent_loops import EpisodeJournal, EpisodeRestart, InfraFailure, ToolBox
 from penstock.sandbox import SandboxError
 from penstock.testing import FakeSandbox
-from penstock.tools import BaseTool, PythonTool, ToolConfig, ToolInfraError, ToolResult
+from penstock.tools import BaseTool, NoToolReward, PythonTool, ToolConfig, ToolInfraError, ToolResult
 from penstock.tools.parsers import ToolCall
 
 
@@ -18,9 +18,9 @@ def add(expression: str) -> ToolCall:
 
 @pytest.fixture
 def box_of(queue_of, tasks_of):
-    def make(*tools: BaseTool, queue=None, on_lost="replay", count_tokens=None, **limits):
+    def make(*tools: BaseTool, queue=None, episode=0, on_lost="replay", count_tokens=None, **limits):
         queue = queue or queue_of(tasks_of())
-        task = tasks_of()[0]
+        task = tasks_of(episode + 1)[episode]
         limits = {"timeout_s": 5.0, "max_output_chars": 2000, **limits}
         configs = {tool.name: ToolConfig(name=tool.name, **limits) for tool in tools}
         journal = EpisodeJournal(queue, queue.lease(task))
@@ -48,6 +48,45 @@ class Stateless(BaseTool):
             self.cancelled += 1
             raise
         return ToolResult("waited")
+
+
+class Graded(Stateless):
+    """Its tests wrote `reward`, or none."""
+
+    def __init__(self, reward: float | None, is_zero: bool = False) -> None:
+        super().__init__()
+        self.reward, self.is_zero = reward, is_zero
+
+    async def calc_reward(self, state):
+        if self.reward is None:
+            raise NoToolReward("graded", "no reward file", is_zero=self.is_zero)
+        return self.reward
+
+
+async def test_a_prevented_reward_is_zero_once_another_worker_of_the_run_had_one(box_of):
+    async def graded(tool, queue=None, **others):
+        box, queue = box_of(tool, queue=queue, **others)
+        await box.call_all([ToolCall("wait", {})])
+        return await box.rewards(), queue
+
+    with pytest.raises(InfraFailure, match="no reward file"):
+        await graded(Graded(None))
+    assert (await graded(Graded(None, is_zero=True)))[0] == {"wait": 0.0}
+    rewards, queue = await graded(Graded(0.5))
+    assert rewards == {"wait": 0.5}
+    assert (await graded(Graded(None), queue, episode=1))[0] == {"wait": 0.0}
+    with pytest.raises(InfraFailure, match="no reward file"):
+        await graded(Graded(None), queue, episode=2, settings={"reward_key": "another"})
+
+
+async def test_an_operators_zero_proves_no_reward(box_of):
+    box, queue = box_of(Graded(None, is_zero=True))
+    await box.call_all([ToolCall("wait", {})])
+    assert await box.rewards() == {"wait": 0.0}
+    box, _ = box_of(Graded(None), queue=queue, episode=1)
+    await box.call_all([ToolCall("wait", {})])
+    with pytest.raises(InfraFailure, match="no reward file"):
+        await box.rewards()
 
 
 async def test_toolbox_keeps_order_and_makes_state_once(box_of, calculator):

@@ -80,6 +80,17 @@ async def test_waits_add_up(make_queue) -> None:
     assert (await queue.status()).waits_s == {"trainer:batch: slow": 0.75, "agent:admission": 1.0}
 
 
+async def test_a_proven_reward_is_known_to_every_client_of_the_run(make_queue, another_client) -> None:
+    queue, other_run = await make_queue(LIMITS), await make_queue(LIMITS)
+    another = await another_client(queue)
+    assert not await another.is_reward_proven("judge 1f mine")
+    for _ in range(2):
+        await queue.prove_reward("judge 1f mine")
+    assert await another.is_reward_proven("judge 1f mine")
+    assert not await another.is_reward_proven("judge 1f another")
+    assert not await other_run.is_reward_proven("judge 1f mine")
+
+
 async def test_ages_are_of_the_state_that_a_group_is_in(make_queue) -> None:
     """A stall's diagnosis names where groups stand still: an age begins again with each state."""
     queue, clock = await make_queue(replace(LIMITS, group_size=1)), asyncio.get_running_loop().time

@@ -58,6 +58,9 @@ async def test_each_role_can_do_its_work(queues: dict[str, RedisTransferQueue]) 
         await agent.journal(lease, turn(1), 0)
         assert await agent.renew([lease]) == []
         await agent.complete(lease, trajectory(lease))
+    await agent.prove_reward("judge 1f mine")
+    assert await rollout.is_reward_proven("judge 1f mine")
+    await rollout.prove_reward("judge 1f another")
     await agent.add_wait("agent", "lease", 0.5)
     assert (await rollout.status()).episodes["completed"] == 8
     await watch_everything(watch)
@@ -121,6 +124,7 @@ async def test_no_role_can_do_the_work_of_another(queues: dict[str, RedisTransfe
     await refused(watch.submit(tasks(1, start=10), cursor=at(10)))
     await refused(agent.heartbeat(ServerInfo("false", "http://false", 9)))
     await refused(watch.deregister("s0"))
+    await refused(watch.prove_reward("judge 1f mine"))
     for queue in (agent, watch):
         await refused(queue.take_turn(ENGINE))
     assert await watch.status() == before

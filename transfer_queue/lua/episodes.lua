@@ -231,6 +231,11 @@ end
 give_up(episode, member, ARGV[3])
 return 0
 
+-- script: prove_reward
+-- needs: run, full
+-- ARGV: name of a reward that came.
+call('SADD', key('proven'), ARGV[1])
+
 -- script: release
 -- needs: run, full, clock, server, episode
 -- ARGV: episode, fence. Returns a lease to the queue; a lost lease is ignored.

@@ -33,7 +33,7 @@ _STEPS = ("steps", "steps:*", "trained_ahead")
 _EPISODES = (
     *("clock", "counters", "counts", "queue*", "admitted", "ready", "open:*", "leases", "workers", "group:*", "task:*"),
     *("journal:*", "letter*", "split*", "lengths", "failures", "in_system", "garbage", "reserved", "most_held"),
-    "asked:*",
+    *("asked:*", "proven"),
 )
 _SERVERS = ("servers", "servers_until", "updates", "turns", "turn_fence", "turn_reports")
 _CALLS = ("once:*", "waits", "nothing")

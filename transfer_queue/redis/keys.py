@@ -38,6 +38,7 @@ class Keys:
         self.steps = self.index + "steps"
         self.counters = self.index + "counters"
         self.garbage = self.index + "garbage"
+        self.proven = self.index + "proven"
         self.updates = self.index + "updates"
         self.turn_reports = self.index + "turn_reports"
         self._payload = f"penstock:payload:{run}:"

@@ -219,6 +219,12 @@ class RedisTransferQueue:
     async def release(self, lease: Lease) -> None:
         await self._script("release", lease.episode_id, lease.fence)
 
+    async def prove_reward(self, reward: str) -> None:
+        await self._script("prove_reward", reward)
+
+    async def is_reward_proven(self, reward: str) -> bool:
+        return bool(await self._connection.command("SISMEMBER", self._keys.proven, reward))
+
     # trainer -------------------------------------------------------------------------------------------------------
     async def claim_training(self, holder: str) -> int:
         self._epoch = int(await self._script("claim_training", holder, _nonce()))

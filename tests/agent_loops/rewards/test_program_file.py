@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from penstock.agent_loops import InfraFailure
+from penstock.agent_loops import EpisodeJournal, InfraFailure
 from penstock.agent_loops.config import RewardChoice
 from penstock.agent_loops.rewards import Answer
 from penstock.agent_loops.rewards.registry import RewardFunction, Score, make_reward
+from penstock.transfer_queue import Task
 
 
 def told(text: str | None) -> dict[str, Any]:
@@ -56,3 +57,22 @@ async def test_a_program_that_leaves_no_reward_earns_nothing(text: str | None, t
     assert await reward.score(task, "", told(text)) == Score(0.0, {"reward/no_reward": 1.0})
     with pytest.raises(InfraFailure, match="the recipe may be wrong"):
         await reward.score(other, "", told(text))
+
+
+async def test_a_reward_that_one_worker_had_is_proven_for_all_workers_of_the_run(tasks_of, queue_of) -> None:
+    """An episode that prevents its own grading in a fresh worker must not be tried again for that."""
+    tasks = tasks_of(2)
+    queue = queue_of(tasks)
+    segments, earned = (), Score(0.0, {"reward/no_reward": 1.0})
+
+    async def scored(settings: str, text: str | None, of: Task) -> Score:
+        """By a worker that has just been started."""
+        worker = RewardFunction(make_reward(RewardChoice(name="program_file"), Path(), None), "x", settings=settings)
+        return await worker.score_once(of, "", told(text), segments, EpisodeJournal(queue, queue.lease(of)))
+
+    with pytest.raises(InfraFailure, match="the recipe may be wrong"):
+        await scored("file", None, tasks[0])
+    assert (await scored("file", "1", tasks[0])).reward == 1.0
+    assert await scored("file", None, tasks[1]) == earned
+    with pytest.raises(InfraFailure, match="the recipe may be wrong"):
+        await scored("another file, as of a resumed run", None, tasks[1])
