@@ -38,7 +38,7 @@ from penstock.weight_sync import (
     state_of,
     stream_version,
 )
-from penstock.weight_sync.broadcast.group import GlooGroup, leave_groups
+from penstock.weight_sync.broadcast.group import BroadcastGroup, GlooGroup, leave_groups
 from penstock.weight_sync.broadcast.rank_wire import RankWire
 from penstock.weight_sync.broadcast.seats import Sending
 from penstock.weight_sync.broadcast.senders import Members, OwnGroup
@@ -292,9 +292,16 @@ async def test_rank_that_is_lost_while_it_sends_ends_the_version_for_all(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "awaited"), [(1, "0"), (2, "1")], ids=["a worker", "a rank that sends"])
 async def test_trainer_that_stops_waits_for_no_member_that_is_missing(
-    tmp_path: Path, workers: int, awaited: str
+    tmp_path: Path, workers: int, awaited: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for the silence, an hour here: neither its rank 0 nor the workers that came."""
+    came = threading.Semaphore(0)
+
+    def wait(group: BroadcastGroup, key: str, wait_s: float, wait: Any = BroadcastGroup._until_set) -> None:
+        came.release()
+        wait(group, key, wait_s)
+
+    monkeypatch.setattr(BroadcastGroup, "_until_set", wait)
     async with AsyncExitStack() as stack:
         ranks = [
             await stack.enter_async_context(sender(rank, tmp_path / "store", "1,-1", 2, 3600)) for rank in range(2)
@@ -305,6 +312,8 @@ async def test_trainer_that_stops_waits_for_no_member_that_is_missing(
         received = [asyncio.create_task(one) for one in receive]
         while json.loads(await ranks[0].stdout.readline()) != awaited:
             pass
+        for _ in range(workers):
+            assert await asyncio.to_thread(came.acquire, timeout=200)
         ranks[0].stdin.close()
         async with asyncio.timeout(120):
             assert "error" in json.loads(await ranks[0].stdout.readline())
