@@ -107,7 +107,9 @@ class Saver(BackgroundWork):
                 await self._catch_up(checkpoint, status)
                 self._recent.update(checkpoint.batches)
                 self._recent.update(self.replays)
-        committed, self.replays = await self._in_torch(self._ranks.from_rank0, (committed, self.replays))
+        report = committed, list(self.replays.items())  # JSON would make text of a dictionary's keys
+        committed, replays = await self._in_torch(self._ranks.from_rank0, report)
+        self.replays = dict(replays)
         step = max(checkpoint.step, committed) if checkpoint else 0
         if self._ranks.is_rank0 and self._archive is not None:
             await self._rewind(self._archive, step, checkpoint)

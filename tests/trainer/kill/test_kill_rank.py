@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -150,6 +152,33 @@ async def test_all_ranks_go_on_from_the_last_checkpoint_as_often_as_the_limit_sa
     assert "restored" in log
     assert "step_00000003" in log
     assert run.steps() == STEPS
+    await run.check(reference, atol=GLOO_ROUNDING)
+
+
+async def test_two_ranks_lose_no_update_by_a_damaged_newest_checkpoint(
+    tmp_path: Path, tiny_model: str, redis_server: Any, reference: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """Its steps are committed: Redis holds them no more, the archive does."""
+    run = RankedRun(tmp_path, tiny_model, redis_server, f"damaged-{os.getpid()}", {**SETTINGS, "save_trajectories": 0})
+    request.addfinalizer(lambda: remove_weights(run.config()))
+    spec, newest = run.spec(), run.root / "checkpoints" / "step_00000006"
+    async with run.worker() as worker:
+        worker.steps = STEPS - 2
+        async with supervised(spec) as (_, running):
+            queue = await run.queue()
+            async with asyncio.timeout(400):
+                while (await queue.status()).committed_step < STEPS - 2:
+                    assert not running.done(), spec.log.read_text()[-4000:]
+                    await asyncio.sleep(0.1)
+            await queue.close()
+        shard = newest / "__1_0.distcp"
+        shard.write_bytes(shard.read_bytes()[:-1])
+        worker.steps = STEPS
+        async with supervised(spec) as (_, running):
+            await running
+    shutil.rmtree(newest.with_suffix(".damaged"))
+    recorded = [json.loads(line) for line in (run.root / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in recorded if not line.get("update_lost")] == list(range(STEPS))
     await run.check(reference, atol=GLOO_ROUNDING)
 
 
