@@ -47,7 +47,7 @@ def repository(rows) -> Path:
 
 @pytest_asyncio.fixture
 async def sandbox() -> AsyncIterator[Sandbox]:
-    async with _made("bwrap") as made:
+    async with sandbox_with("bwrap") as made:
         yield made
 
 
@@ -55,20 +55,20 @@ async def sandbox() -> AsyncIterator[Sandbox]:
     params=[pytest.param("bwrap", marks=pytest.mark.bwrap), pytest.param("docker", marks=pytest.mark.docker)]
 )
 async def any_sandbox(request) -> AsyncIterator[Sandbox]:
-    async with _made(request.param) as made:
+    async with sandbox_with(request.param) as made:
         yield made
 
 
 @pytest_asyncio.fixture
 async def docker_sandbox() -> AsyncIterator[Sandbox]:
-    async with _made("docker") as made:
+    async with sandbox_with("docker") as made:
         yield made
 
 
 @contextlib.asynccontextmanager
-async def _made(backend: str) -> AsyncIterator[Sandbox]:
+async def sandbox_with(backend: str, **settings: Any) -> AsyncIterator[Sandbox]:
     MAKERS.append(Maker(os.getpid(), OWNER))
-    made = make_sandbox(CONFIG.model_copy(update={"backend": backend, "image": IMAGE}), OWNER)
+    made = make_sandbox(CONFIG.model_copy(update={"backend": backend, "image": IMAGE, **settings}), OWNER)
     try:
         yield made
     finally:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
-from tests.sandbox.swe.conftest import LIMITS, two_by_default
+from tests.sandbox.swe.conftest import LIMITS, sandbox_with, two_by_default
 from tests.sandbox.swe.wordkit import patch_by
 
 from penstock.sandbox.swe import check_task, grade
@@ -120,18 +121,83 @@ async def test_grade_decoys_stop_patches_that_know_the_runner(sandbox, task, att
 TELLS = {
     "what a hang would end": "witness.needed",
     "when its tests were written": "os.stat(TESTS).st_mtime_ns != os.stat(__file__).st_mtime_ns",
+    "how many programs ran before": "os.getpid() & 2",
 }
 """What differed between the box with the right expectations and the others: each was resolved with certainty."""
+TIMES = [1, pytest.param(40, marks=[pytest.mark.deep, pytest.mark.timeout(2400)])]
 
 
+def forging(tell: str, *before: str) -> str:
+    """Forges its results in a box where `tell` holds, and repairs nothing."""
+    *lines, forge = AGAINST_THIS_RUNNER["signs for itself"].splitlines()
+    return "\n".join([*lines, "import os", "TESTS = 'tests/test_slug.py'", *before, f"if {tell}:", f"    {forge}"])
+
+
+@pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("tell", two_by_default(TELLS))
-async def test_grade_no_box_is_told_from_the_others(sandbox, task, tell, tmp_path):
-    """A patch that forges its results in the true box alone would pass."""
-    lines = AGAINST_THIS_RUNNER["signs for itself"].splitlines()
-    tells = ["import os", "TESTS = 'tests/test_slug.py'", f"if {TELLS[tell]}:", f"    {lines[-1]}"]
-    command = "\n".join([*lines[:-1], *tells])
-    patch = patch_by(task.repository, task.base_commit, IN_CODE.format(command), tmp_path / "tree")
-    assert not (await grade(sandbox, task, patch, LIMITS)).resolved
+async def test_grade_no_box_is_told_from_the_others(sandbox, task, tell, times, tmp_path):
+    """A patch that forges its results in the true box alone would pass. Every second one takes the tell for that of a
+    decoy."""
+    told = [forging(TELLS[tell]), forging(f"not ({TELLS[tell]})")]
+    patches = [
+        patch_by(task.repository, task.base_commit, IN_CODE.format(code), tmp_path / f"tree{number}")
+        for number, code in enumerate(told)
+    ]
+    verdicts = [await grade(sandbox, task, patches[number % 2], LIMITS) for number in range(times)]
+    assert sum(verdict.resolved for verdict in verdicts) == 0
+
+
+PAGES = 16
+IS_FIRST = f"""\
+import time
+def was_cold(file, at):
+    times = []
+    for _ in range(2):
+        began = time.perf_counter_ns()
+        os.pread(file, 1, at)
+        times.append(time.perf_counter_ns() - began)
+    return times[0] > 5 * times[1]
+file = os.open('/shared/file', os.O_RDONLY)
+is_first = sum(was_cold(file, number << 20) for number in range({PAGES})) > {PAGES // 2}"""
+"""True in the first box that reads the file: a first read of a page that is in memory takes as long as a second one."""
+
+
+class NothingCleaned:
+    """Boxes of `sandbox` that leave in the kernel's caches what they read."""
+
+    def __init__(self, sandbox):
+        self._sandbox = sandbox
+
+    async def start(self, label, *, image=None, needs=None):
+        return await self._sandbox.start(label, image=image)
+
+
+async def resolved_by_pages(boxes, task, file, patch, times):
+    """How many of so many gradings a patch passes that forges in the first box alone, which one in three is the true
+    one."""
+    resolved = 0
+    for _ in range(times):
+        with file.open("r+b") as shared:
+            os.fsync(shared.fileno())
+            os.posix_fadvise(shared.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        resolved += (await grade(boxes, task, patch, LIMITS)).resolved
+    return resolved
+
+
+@pytest.mark.parametrize("times", TIMES)
+async def test_grade_no_box_learns_from_shared_pages_that_another_was_before_it(task, times, tmp_path):
+    """By time, as a box may not ask (`mincore` is refused). Without a clean cache the patch passes now and then."""
+    file = tmp_path / "shared" / "file"
+    file.parent.mkdir()
+    file.write_bytes(os.urandom(PAGES << 20))
+    code = forging("is_first", *IS_FIRST.splitlines())
+    patch = patch_by(task.repository, task.base_commit, IN_CODE.format(code), tmp_path / "tree")
+    async with sandbox_with("bwrap", folders={"/shared": str(file.parent)}) as boxes:
+        if "cgroup v" not in boxes.containment:
+            pytest.skip(f"boxes have no cgroup here, whose end empties the cache: {boxes.containment}")
+        assert await resolved_by_pages(boxes, task, file, patch, times) == 0
+        if times > 1:
+            assert await resolved_by_pages(NothingCleaned(boxes), task, file, patch, times) > 0
 
 
 async def test_grade_nothing_in_box_tells_what_hidden_tests_are(sandbox, task, tmp_path):
