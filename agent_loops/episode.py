@@ -30,7 +30,8 @@ from penstock.agent_loops.segment import TRUNCATED_DEADLINE, AgentLoopOutput
 from penstock.agent_loops.sources import services_of
 from penstock.agent_loops.tool_runner import ToolBox
 from penstock.agent_loops.tracing import EpisodeSpans, Trace, begin_trace, episode_spans, span, trajectory_facts
-from penstock.common import USERS_FAULTS, defined_at, describe_error
+from penstock.common import USERS_FAULTS, describe_error
+from penstock.common.errors import defined_at
 from penstock.tools import call_users
 from penstock.transfer_queue import BadPayload, Lease, Outcome, OutcomeKind, QueueError, Trajectory
 

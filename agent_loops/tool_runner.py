@@ -25,7 +25,8 @@ from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
 from penstock.agent_loops.rewards.registry import proof_of
 from penstock.agent_loops.tool_states import NamedCall, OnLost, ToolStates, as_infra, within
 from penstock.agent_loops.tracing import span
-from penstock.common import defined_at, finite_number, gather_or_cancel, nearest
+from penstock.common import gather_or_cancel, nearest
+from penstock.common.errors import defined_at, finite_number
 from penstock.sandbox import SandboxLost, as_call
 from penstock.tools import (
     BaseTool,

@@ -11,9 +11,7 @@ from .concurrency import gather_or_cancel as gather_or_cancel
 from .device_locks import load_on_devices as load_on_devices
 from .device_locks import visible_devices as visible_devices
 from .errors import USERS_FAULTS as USERS_FAULTS
-from .errors import defined_at as defined_at
 from .errors import describe_error as describe_error
-from .errors import finite_number as finite_number
 from .files import FileLock as FileLock
 from .files import JsonlTail as JsonlTail
 from .files import NotPrivate as NotPrivate
@@ -35,7 +33,6 @@ from .http import add_error_handlers as add_error_handlers
 from .http import bearer_headers as bearer_headers
 from .http import bearer_token as bearer_token
 from .http import complete_openapi as complete_openapi
-from .http import content_of as content_of
 from .http import error_response as error_response
 from .http import header as header
 from .http import opens as opens

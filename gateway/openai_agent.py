@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from penstock.agent_loops import AgentLoopOutput, InfraFailure, LoadError
-from penstock.common import USERS_FAULTS, defined_at, finite_number
+from penstock.common import USERS_FAULTS
+from penstock.common.errors import defined_at, finite_number
 from penstock.gateway.finish import last_turn, outcome_of
 from penstock.gateway.recorded_loop import RecordedLoop
 from penstock.transfer_queue import Task

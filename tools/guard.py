@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from penstock.common import Backoff, defined_at, finite_number, retry
+from penstock.common import Backoff, retry
+from penstock.common.errors import defined_at, finite_number
 from penstock.tools.base import BaseTool, CallGuard, ToolInfraError, ToolResult, ToolUnavailable
 from penstock.tools.config import ToolConfig
 from penstock.tools.threads import call_users

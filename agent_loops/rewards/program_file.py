@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.agent_loops.errors import InfraFailure, NoReward
-from penstock.common import finite_number
+from penstock.common.errors import finite_number
 
 
 def compute_score(

@@ -21,7 +21,8 @@ from penstock.agent_loops.journal import RecordedScore
 from penstock.agent_loops.loader import load_object, nearest
 from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
 from penstock.agent_loops.token_row import little_endian
-from penstock.common import USERS_FAULTS, defined_at, describe_error, finite_number
+from penstock.common import USERS_FAULTS, describe_error
+from penstock.common.errors import defined_at, finite_number
 from penstock.sandbox import BoxNeeds, Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
 from penstock.transfer_queue import Segment, Task

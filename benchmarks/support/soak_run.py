@@ -120,14 +120,15 @@ class SoakRun:
         return found
 
     def note_version(self) -> None:
-        """What is announced now. Nothing is noted while the run has no queue."""
+        """Add the newest version to `contents`. Does nothing while the run has no queue."""
         with contextlib.suppress(FileNotFoundError, ConfigError, QueueError):
             link = RunConnection.from_lines((self.root / "connect.env").read_text())
-            if announced := asyncio.run(_announced(link)):
-                version, state = announced
+            if newest := asyncio.run(_newest_version(link)):
+                version, state = newest
                 self.contents[version].add(state)
 
     def versions_with_two_contents(self) -> int:
+        """Return how many version numbers were announced with more than one set of weights."""
         return sum(len(states) > 1 for states in self.contents.values())
 
     def kill(self, pid: int) -> bool:
@@ -195,8 +196,8 @@ class SoakRun:
         return self._log.read_text(errors="replace")[-3000:]
 
 
-async def _announced(link: RunConnection) -> tuple[int, str] | None:
-    """The newest version and the state of its tensors."""
+async def _newest_version(link: RunConnection) -> tuple[int, str] | None:
+    """Return the newest version that is announced and the state of its tensors; None before the first."""
     queue = await link.connect(TransferQueueConfig(deadline_s=LOOK_S))
     try:
         current = await queue.latest_version()

@@ -51,7 +51,7 @@ def run_recipe(
                 console.print(f"{check.name}: {check.found}", markup=False, soft_wrap=True)
         if on_ray:
             refuse_elsewhere(config, "Ray")
-        _refuse_doomed(config, here=not on_ray, exists=resume)
+        _refuse_doomed(config, here=not on_ray, resume=resume)
         if dry_run:
             return 0
         resume = resume or resume_if_any
@@ -99,9 +99,9 @@ def _ray_placement(address: str | None) -> Placement:
     return RayPlacement(address)
 
 
-def _refuse_doomed(config: RunConfig, *, here: bool, exists: bool) -> None:
-    """`here`: the roles run on this machine. `exists`: only an earlier run may be continued. Raises `ConfigError`."""
-    if exists:
+def _refuse_doomed(config: RunConfig, *, here: bool, resume: bool) -> None:
+    """`here`: the roles run on this machine. `resume`: there must be an earlier run. Raises `ConfigError`."""
+    if resume:
         require_run(RunDir.of(config))
     with uncollected():  # some import what the run needs later
         checks = list(run_checks(config, here=here))

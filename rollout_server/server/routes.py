@@ -17,7 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from penstock.common import LimitBody, RequireToken, add_error_handlers, complete_openapi, content_of, opens, spans_on
+from penstock.common import LimitBody, RequireToken, add_error_handlers, complete_openapi, opens, spans_on
+from penstock.common.http import content_of
 from penstock.common.prometheus import CONTENT_TYPE, METRICS_PATH
 from penstock.common.tracing import TRACEPARENT
 from penstock.rollout_server.protocol import Chunk, Draining, GenerateRequest, Health, ModelEntry, ModelList

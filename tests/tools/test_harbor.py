@@ -114,7 +114,7 @@ async def test_one_of_several_rewards_is_named(play, write_task: WriteTask) -> N
 
 @pytest.mark.parametrize("left", ["echo lost", 'echo \'{"a": 1, "b": 1}\' > /logs/verifier/reward.json'])
 async def test_a_reward_that_is_missing_is_left_to_the_run(write_task: WriteTask, left: str) -> None:
-    """Whether tests of the data source can write one is known to the run, not to this worker."""
+    """The tool reports that there is no reward; the run knows if the data source's tests can write one."""
     damaged = write_task("damaged", test=left)
     sandbox = make_sandbox(SANDBOX, "tests-no-reward")
     (shell, *_) = make_tools([ToolConfig(name="harbor")], sandbox).values()

@@ -55,7 +55,7 @@ RECORD: dict[str, Any] = {
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a run whose end waits for its sinks as long as a busy machine needs."""
+    """A run's folder. Sinks get 200 s to close: their libraries are slow on a busy machine."""
     monkeypatch.setattr("penstock.trainer.sinks.async_sink.CLOSE_S", 200.0)
     folder = tmp_path / "calculator-7"
     folder.mkdir()

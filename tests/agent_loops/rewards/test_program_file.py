@@ -15,7 +15,7 @@ from penstock.agent_loops.rewards.registry import RewardFunction, Score, make_re
 from penstock.transfer_queue import Task
 
 
-def told(text: str | None) -> dict[str, Any]:
+def extra_of(text: str | None) -> dict[str, Any]:
     files = {} if text is None else {"~/reward.json": text}
     return {"program": {"exit_code": 1, "stderr": "it broke", "files": files, "collect": ["~/reward.json"]}}
 
@@ -34,7 +34,7 @@ async def score(extra: dict[str, Any]) -> Any:
     ],
 )
 async def test_a_number_or_json(text: str, expected: dict[str, float]) -> None:
-    assert await score(told(text)) == expected
+    assert await score(extra_of(text)) == expected
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ async def test_a_program_that_leaves_no_reward_earns_nothing(text: str | None, t
     reward = RewardFunction(make_reward(RewardChoice(name="program_file"), Path(), None))
     task, other = (dataclasses.replace(tasks_of()[0], data_source=name) for name in ("mine", "another"))
     with pytest.raises(InfraFailure, match=r"no finite number in ~/reward.json \(exit status 1, it broke\)"):
-        await reward.score(task, "", told(text))
-    assert (await reward.score(task, "", told("1"))).reward == 1.0
-    assert await reward.score(task, "", told(text)) == Score(0.0, {"reward/no_reward": 1.0})
+        await reward.score(task, "", extra_of(text))
+    assert (await reward.score(task, "", extra_of("1"))).reward == 1.0
+    assert await reward.score(task, "", extra_of(text)) == Score(0.0, {"reward/no_reward": 1.0})
     with pytest.raises(InfraFailure, match="the recipe may be wrong"):
-        await reward.score(other, "", told(text))
+        await reward.score(other, "", extra_of(text))
 
 
 async def test_a_reward_that_one_worker_had_is_proven_for_all_workers_of_the_run(tasks_of, queue_of) -> None:
@@ -66,9 +66,9 @@ async def test_a_reward_that_one_worker_had_is_proven_for_all_workers_of_the_run
     segments, earned = (), Score(0.0, {"reward/no_reward": 1.0})
 
     async def scored(settings: str, text: str | None, of: Task) -> Score:
-        """By a worker that has just been started."""
+        """Returns what a new worker, which knows of no reward, gives the episode."""
         worker = RewardFunction(make_reward(RewardChoice(name="program_file"), Path(), None), "x", settings=settings)
-        return await worker.score_once(of, "", told(text), segments, EpisodeJournal(queue, queue.lease(of)))
+        return await worker.score_once(of, "", extra_of(text), segments, EpisodeJournal(queue, queue.lease(of)))
 
     with pytest.raises(InfraFailure, match="the recipe may be wrong"):
         await scored("file", None, tasks[0])

@@ -79,8 +79,8 @@ def test_a_hub_that_fails_is_a_warning_with_its_answer() -> None:
 
 
 def test_a_run_whose_hub_fails_is_refused_before_it_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [f"runs_dir={tmp_path}", "model=broken/hub"]
-    assert run_recipe(RECIPES / "calculator.yaml", given, resume=False, dry_run=False) == 2
+    overrides = [f"runs_dir={tmp_path}", "model=broken/hub"]
+    assert run_recipe(RECIPES / "calculator.yaml", overrides, resume=False, dry_run=False) == 2
     printed = capsys.readouterr().err
     assert "model: broken/hub" in printed
     assert "fix: " in printed

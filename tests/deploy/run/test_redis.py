@@ -192,7 +192,7 @@ async def test_keep_alive_tries_again(tmp_path: Path, monkeypatch: pytest.Monkey
 async def test_a_redis_that_is_lost_in_the_linger_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its port may have been taken meanwhile; nobody would be served until `linger_s`."""
+    """Without its server the command ends at once with the cause, not after `linger_s`."""
     file, server = tmp_path / "connect.env", RedisServer(tmp_path / "redis", PASSWORD, port=free_port())
     file.touch()
     caplog.set_level("INFO")

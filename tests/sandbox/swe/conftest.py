@@ -68,11 +68,11 @@ async def docker_sandbox() -> AsyncIterator[Sandbox]:
 @contextlib.asynccontextmanager
 async def sandbox_with(backend: str, **settings: Any) -> AsyncIterator[Sandbox]:
     MAKERS.append(Maker(os.getpid(), OWNER))
-    made = make_sandbox(CONFIG.model_copy(update={"backend": backend, "image": IMAGE, **settings}), OWNER)
+    sandbox = make_sandbox(CONFIG.model_copy(update={"backend": backend, "image": IMAGE, **settings}), OWNER)
     try:
-        yield made
+        yield sandbox
     finally:
-        await made.close()
+        await sandbox.close()
 
 
 def two_by_default(names: Iterable[str]) -> list[Any]:

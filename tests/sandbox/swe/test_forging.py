@@ -139,10 +139,10 @@ def forging(tell: str, *before: str) -> str:
 async def test_grade_no_box_is_told_from_the_others(sandbox, task, tell, times, tmp_path):
     """A patch that forges its results in the true box alone would pass. Every second one takes the tell for that of a
     decoy."""
-    told = [forging(TELLS[tell]), forging(f"not ({TELLS[tell]})")]
+    codes = [forging(TELLS[tell]), forging(f"not ({TELLS[tell]})")]
     patches = [
         patch_by(task.repository, task.base_commit, IN_CODE.format(code), tmp_path / f"tree{number}")
-        for number, code in enumerate(told)
+        for number, code in enumerate(codes)
     ]
     verdicts = [await grade(sandbox, task, patches[number % 2], LIMITS) for number in range(times)]
     assert sum(verdict.resolved for verdict in verdicts) == 0
@@ -174,8 +174,8 @@ class NothingCleaned:
 
 
 async def resolved_by_pages(boxes, task, file, patch, times):
-    """How many of so many gradings a patch passes that forges in the first box alone, which one in three is the true
-    one."""
+    """Returns the number of `times` gradings that `patch` passes. It forges in the first box alone, and the first of
+    three boxes is the true one in a third of the gradings."""
     resolved = 0
     for _ in range(times):
         with file.open("r+b") as shared:
@@ -187,7 +187,8 @@ async def resolved_by_pages(boxes, task, file, patch, times):
 
 @pytest.mark.parametrize("times", TIMES)
 async def test_grade_no_box_learns_from_shared_pages_that_another_was_before_it(task, times, tmp_path):
-    """By time, as a box may not ask (`mincore` is refused). Without a clean cache the patch passes now and then."""
+    """The patch measures how long reads take, because `mincore` is refused. Without a clean cache it passes in about 13
+    of 40 gradings, so one is enough to show that the attack works here."""
     file = tmp_path / "shared" / "file"
     file.parent.mkdir()
     file.write_bytes(os.urandom(PAGES << 20))

@@ -150,7 +150,7 @@ class Books:
         return twice + [f"{episode} acknowledged {count} times" for episode, count in times.items() if count > 1]
 
     def versions_with_two_contents(self) -> list[int]:
-        """By what trainers announced and what workers and later trainers read."""
+        """Return the numbers of versions of which trainers announced, or others read, more than one set of weights."""
         contents: dict[int, set[str]] = defaultdict(set)
         for record in (*self.told, *read_records(self._plan.folder / "trainer.jsonl")):
             if record["kind"] == "version":

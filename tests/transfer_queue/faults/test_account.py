@@ -1,4 +1,4 @@
-"""What the account of a stage counts, on planted records."""
+"""The account of a stage counts planted records correctly."""
 
 from __future__ import annotations
 
