@@ -177,7 +177,10 @@ class ToolBox:
         return self._journal.tool_rewards or {}
 
     async def _reward_of(self, name: str, state: Any) -> float | None:
-        """0 where the policy prevented one: once the run had a reward of the data source, the settings can give one."""
+        """0 where the policy prevented one: once the run had a reward of the data source, the settings can give one.
+
+        A lost box prevents one too, and is no doing of the policy: code in a box can only end it by a limit.
+        """
         tool, settings = self._tools[name], repr(sorted(self._configs[name].settings.items()))
         proof = proof_of(f"tool {tool.turn_group or name}", settings, self._task.data_source)
         try:
@@ -188,6 +191,8 @@ class ToolBox:
                 raise
             log.warning("%s earns 0: %s", self._task.task_id, failure.reason)
             return 0.0
+        except SandboxLost as error:
+            raise InfraFailure("sandbox", str(error)) from error
         if reward is None:
             return None
         number = _finite_reward(name, reward, tool.calc_reward)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.sandbox import Sandbox, SandboxError, Session
+from penstock.sandbox import Sandbox, Session
 from penstock.sandbox.harbor import HarborEnvironment, HarborTask, HarborTaskError, read_task
 from penstock.tools.base import BaseTool, NoToolReward, ToolGroup, ToolInfraError, ToolResult
 from penstock.tools.editor import EditorTool
@@ -138,12 +138,6 @@ class _HarborTool(GradedTool):
                 f" longest_tests_s {self._harbor.longest_tests_s:g}",
             )
         return HarborBox(self._sandbox, harbor, task.task_id, self._harbor)
-
-    async def calc_reward(self, state: Any) -> float | None:
-        try:
-            return await super().calc_reward(state)
-        except SandboxError as error:
-            raise ToolInfraError("harbor", str(error)) from error
 
 
 class HarborShell(_HarborTool, ShellTool):

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 
 from penstock.agent_loops import EpisodeJournal, EpisodeRestart, InfraFailure, ToolBox
-from penstock.sandbox import SandboxError
+from penstock.sandbox import SandboxError, SandboxLost
 from penstock.testing import FakeSandbox
 from penstock.tools import BaseTool, NoToolReward, PythonTool, ToolConfig, ToolInfraError, ToolResult
 from penstock.tools.parsers import ToolCall
@@ -87,6 +87,18 @@ async def test_an_operators_zero_proves_no_reward(box_of):
     await box.call_all([ToolCall("wait", {})])
     with pytest.raises(InfraFailure, match="no reward file"):
         await box.rewards()
+
+
+async def test_a_box_lost_while_it_is_graded_is_the_sandboxs_failure(box_of):
+    class Lost(Stateless):
+        async def calc_reward(self, state):
+            raise SandboxLost("the box of session s1 ended during a run")
+
+    box, _ = box_of(Lost())
+    await box.call_all([ToolCall("wait", {})])
+    with pytest.raises(InfraFailure, match="the box of session s1 ended") as refused:
+        await box.rewards()
+    assert refused.value.component == "sandbox"
 
 
 async def test_toolbox_keeps_order_and_makes_state_once(box_of, calculator):
