@@ -55,7 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sglang": {"max_model_len": 2048, "kv_cache_tokens": 20480, "start_timeout_s": 500.0, "request_timeout_s": 200.0},
 }
 """RolloutConfig changes per engine."""
-LONG = {"hf": 450, "vllm": 1900, "sglang": 1900}
+LONG = {"hf": 450, "vllm": 1900, "sglang": 600}
 """Tokens of an answer that is still going on when the test has done what it must do meanwhile."""
 SEEDS = {"hf", "vllm"}
 """Engines that honour a seed; the others refuse it, and say so at start."""
