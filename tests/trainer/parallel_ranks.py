@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - each rank would import it
 import two_ranks_traps
 from safetensors.torch import save_file
 from trainer_support import continued, make_trajectory, taught

@@ -27,7 +27,6 @@ import numpy as np
 import parallel_ranks
 import torch
 import torch.utils.tensorboard
-import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - each rank would import it
 from trainer_support import ProducingQueue, make_job, make_trajectory
 
 from penstock.trainer import Ranks, train
