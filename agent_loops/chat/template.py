@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
 import traceback
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ MARK = "REPLYMARKERQX"
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
+log = logging.getLogger(__name__)
 CallIds = Literal["any", "short", "named"]
 
 
@@ -41,12 +43,19 @@ CALL_FORMS = tuple(CallForm(as_text, ids) for as_text, ids in itertools.product(
 
 
 def dated(template: Any, day: date) -> Any:
-    """Return a tokenizer's template, or its templates by name, in which today is `day`."""
+    """Return a tokenizer's template, or its templates by name, in which today is `day`; warns where it is not."""
     if isinstance(template, Mapping):
         return {name: dated(one, day) for name, one in template.items()}
     # transformers hands no function to a template, so the calls are replaced by what they return.
     call_of_today = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
-    return call_of_today.sub(lambda call: json.dumps(day.strftime(call[2])), template) if template else template
+    found = call_of_today.sub(lambda call: json.dumps(day.strftime(call[2])), template or "")
+    for call in re.finditer(r"strftime_now\s*\(.*?\)", found):
+        log.warning(
+            "the chat template writes the day of each process with %s, not the run's %s: write the format there as a"
+            " text in quotes",
+            *(call[0], day),
+        )
+    return found if template else template
 
 
 class ChatTemplate:

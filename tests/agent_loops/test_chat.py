@@ -56,6 +56,13 @@ def test_todays_date_is_the_runs(tokenizer_for, tmp_path: Path) -> None:
     assert chat.template.render([USER], prompt=True).startswith("26 Jul 2024")
 
 
+def test_a_date_that_is_not_the_runs_is_said(tokenizer_for, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = "{% set day = '%d %b %Y' %}{{ strftime_now(day) }}" + tokenizer_for("qwen2_5").chat_template
+    tokenizer_for(own).save_pretrained(tmp_path)
+    chat_of(str(tmp_path), AgentConfig(date=date(2024, 7, 26), parser="hermes"))
+    assert "strftime_now(day), not the run's 2024-07-26" in caplog.text
+
+
 def test_ids_of_canonical_replies_equal_those_of_the_whole_text(chat_for):
     chat = chat_for("qwen2_5").for_episode(Budget(5, 1000))
     segment = chat.start([USER], TOOLS)

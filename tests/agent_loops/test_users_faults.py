@@ -208,6 +208,8 @@ async def test_a_tool_that_leaves_the_process_is_reported(ending, leaves: Callab
     ("returned", "reason"),
     [
         ("46", "execute returned '46'"),
+        (None, "execute returned None"),
+        pytest.param(("46", 1.0), r"execute returned \('46', 1.0\)", id="a tuple"),
         (ToolResult(None), "whose text is None"),
         (ToolResult("46", reward="right"), "whose reward is 'right'"),
         (ToolResult("46", reward=float("nan")), "whose reward is nan"),

@@ -213,6 +213,9 @@ async def test_what_an_episode_is_told_and_what_it_is_not(server: Server) -> Non
     assert (episode["deadline_s"], episode["idle_s"], episode["member"]) == (120.0, 300.0, 0)
 
 
+UNASKED = {"role": "tool", "tool_call_id": "call_1", "content": "46"}
+
+
 async def test_refusals_have_a_status_and_a_cause(server: Server) -> None:
     episode = await server.open()
     path = f"/episodes/{episode['handle']}"
@@ -223,6 +226,7 @@ async def test_refusals_have_a_status_and_a_cause(server: Server) -> None:
         (f"{path}/reward", {"reward": float("1e999")}, 400, "reward"),
         (f"{path}/v1/chat/completions", {"model": MODEL}, 400, "messages"),
         (f"{path}/v1/chat/completions", [], 400, "JSON object"),
+        (f"{path}/v1/chat/completions", {"model": MODEL, "messages": [USER, UNASKED]}, 400, "is not a call"),
         ("/episodes", {"wait_s": -1}, 400, "wait_s"),
         ("/episodes/nonsense/finish", {}, 404, "not a handle"),
     ]

@@ -213,6 +213,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         (check_data, [GOOD, without("prompt")], [], "data", "row 2: column 'prompt' is missing"),
         (check_data, [without("data_source")], [], "data", "row 1: column 'data_source' is missing"),
         (check_data, [GOOD, {**GOOD, "prompt": []}], [], "data", "row 2"),
+        (check_data, [GOOD, {**GOOD, "reward_model": {"ground_truth": 2**100}}], [], "data", "row 2.*reward_model"),
         (
             check_data,
             [{**GOOD, "reward_model": {"style": "rule"}}],

@@ -297,6 +297,21 @@ def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
     assert len(conversations(tmp_path)) == 5
 
 
+def test_parquet_of_nested_messages_holds_the_same_rows(tmp_path: Path) -> None:
+    """Parquet adds to each message and each part the keys that others have, as nulls."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [{"messages": tool_trace(f"{number}+1"), "tools": PYTHON} for number in range(5)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert "tool_calls" in pq.read_table(tmp_path / "rows.parquet").to_pylist()[0]["messages"][0]
+    prepared(tmp_path, messages=str(tmp_path / "rows.parquet"))
+    text = write_messages(tmp_path / "rows.jsonl", [row["messages"] for row in rows], tools=PYTHON)
+    prepared(tmp_path / "other", messages=str(text))
+    assert conversations(tmp_path) == conversations(tmp_path / "other")
+    assert len(conversations(tmp_path)) == 5
+
+
 def test_prompts_are_held_out_whole(tmp_path: Path) -> None:
     """Rows with one prompt are never on both sides; the share is of prompts, and follows from the seed."""
     twice = [tool_trace(f"{number}+1") for number in range(10, 30) for _ in range(2)]
