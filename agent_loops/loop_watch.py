@@ -97,16 +97,15 @@ class LoopWatch:
                 reported = True
                 if called is not None and place not in self.blocked and len(self.blocked) < PLACES_MAX:
                     self._new_blocks.append((place, now - since))
-                self._report(place, now - since)
+                self._report(place, now - since, is_users=called is not None)
 
-    def _report(self, place: str, seconds: float) -> None:
+    def _report(self, place: str, seconds: float, *, is_users: bool) -> None:
         if place not in self.blocked:
-            log.warning(
-                "the event loop, and with it every episode of this worker, has been blocked for %.2f s: %s; "
-                "await the call, or run it with asyncio.to_thread",
-                seconds,
-                place,
-            )
+            blocked = f"the event loop, and with it every episode of this worker, has been blocked for {seconds:.2f} s"
+            if is_users:
+                log.warning("%s: %s; await the call, or run it with asyncio.to_thread", blocked, place)
+            else:
+                log.info("%s at %s, in no code of yours: this machine is busy", blocked, place)
         self.blocked[place] = self.blocked.get(place, 0) + 1
 
 

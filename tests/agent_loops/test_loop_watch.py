@@ -20,8 +20,8 @@ class Reporting(LoopWatch):
         super().__init__(limit_s)
         self.reported = threading.Event()
 
-    def _report(self, place: str, seconds: float) -> None:
-        super()._report(place, seconds)
+    def _report(self, place: str, seconds: float, *, is_users: bool) -> None:
+        super()._report(place, seconds, is_users=is_users)
         self.reported.set()
 
     def places(self) -> dict[str, int]:
@@ -85,8 +85,8 @@ async def test_loop_watch_names_user_code_that_begins_in_a_late_loop(monkeypatch
     assert [place.rpartition(" in ")[2] for place in watch.blocked][-1] == "blocks_the_loop"
 
 
-async def test_loop_watch_names_no_line_that_started_the_loop():
-    """A library blocks; below the loop is user code, here this file, that waits for it."""
+async def test_loop_watch_names_no_line_that_started_the_loop(caplog):
+    """A library blocks; below the loop is user code, here this file, that waits for it. The user can repair nothing."""
     watch = Reporting(limit_s=0.1)
 
     async def main():
@@ -98,6 +98,7 @@ async def test_loop_watch_names_no_line_that_started_the_loop():
     watch.stop()
     assert watch.blocked
     assert watch.places() == {}
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 async def test_loop_watch_holds_nothing_of_what_it_names(watch):

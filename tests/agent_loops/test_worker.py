@@ -296,7 +296,7 @@ async def test_worker_names_blocking_call_of_user_loop(worker_of, queue_of, task
     """The loop blocks until its line is named, at most for half a minute."""
     (tmp_path / "slow_loop.py").write_text(SLOW_LOOP)
 
-    def warn(message, lag_s, place):
+    def warn(message, blocked, place):
         if f"{tmp_path}/slow_loop.py:" in place and place.endswith(" in parses_slowly"):
             (tmp_path / "named").touch()
 
