@@ -49,9 +49,12 @@ def read_rows(path: Path) -> Iterator[MessageRow | BadDemonstration]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            yield f"{path}, line {number}", line
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield f"{path}, line {number}", line
+    except OSError as error:
+        raise ConfigError(f"sft: {path} cannot be read: {error.strerror}") from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:

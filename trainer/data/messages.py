@@ -2,7 +2,8 @@
 
 A column, the calls of a message and the arguments of a call may be JSON as text: they become objects. A Parquet file
 fills keys that an object lacks with nulls, at every depth: they are left out. A null of JSON stays if it may be
-meant, in the arguments of a call; elsewhere it says that a key is absent.
+meant, in the arguments of a call; elsewhere it says that a key is absent. Content whose parts are all text becomes
+one text: templates of models without images drop parts, or write them as Python does.
 """
 
 from __future__ import annotations
@@ -60,11 +61,15 @@ def _message(message: Any, where: str, filled: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise BadMessages(f"{where} must be {{'role', 'content'}}, found {message!r:.80}")
     plain = {key: without_nulls(item) if filled else item for key, item in message.items() if item is not None}
+    if "function_call" in plain:
+        raise BadMessages(f"{where}.function_call is not read: write the call as tool_calls, its result with role tool")
     if calls := _calls(plain.pop("tool_calls", None), f"{where}.tool_calls"):
         plain["tool_calls"] = calls
     content = plain.get("content")
     if isinstance(content, list):
-        plain["content"] = [_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
+        parts = [_part(part, f"{where}.content[{number}]") for number, part in enumerate(content)]
+        texts = [part["text"] for part in parts if part.get("type") == "text"]
+        plain["content"] = parts if len(texts) < len(parts) else "".join(texts)
     elif content is not None and not isinstance(content, str):
         raise BadMessages(f"{where}.content must be text or a list of parts, found {content!r:.80}")
     return plain
@@ -78,7 +83,11 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     plain = {key: item for key, item in plain.items() if item is not None and item != {}}
     if not isinstance(plain.get("image", ""), str):
         raise BadMessages(f"{where}.image must be a path or a data: URL, found {plain['image']!r:.80}")
-    return plain
+    if plain.get("type") in ("image", "image_url"):
+        return plain
+    if not isinstance(plain.get("text"), str):
+        raise BadMessages(f"{where} must have a text or an image, found {part!r:.80}")
+    return {"type": "text", "text": plain["text"]}
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -102,18 +102,24 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"dataset {path}, row {number}"
-            if not line.strip():
-                raise DataError(f"{where}: the line is empty")
-            try:
-                raw = from_json_text(text_of(line), "the line")
-            except BadMessages as error:
-                raise DataError(f"{where}: {error}") from error
-            if not isinstance(raw, dict):
-                raise DataError(f"{where}: expected an object, found {type(raw).__name__}")
-            yield raw
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield _jsonl_row(line, f"dataset {path}, row {number}")
+    except OSError as error:
+        raise DataError(f"dataset {path} cannot be read: {error.strerror}") from error
+
+
+def _jsonl_row(line: bytes, where: str) -> dict[str, Any]:
+    if not line.strip():
+        raise DataError(f"{where}: the line is empty")
+    try:
+        raw = from_json_text(text_of(line), "the line")
+    except BadMessages as error:
+        raise DataError(f"{where}: {error}") from error
+    if not isinstance(raw, dict):
+        raise DataError(f"{where}: expected an object, found {type(raw).__name__}")
+    return raw
 
 
 READERS = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows, ".ndjson": _jsonl_rows}

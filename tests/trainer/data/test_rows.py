@@ -67,9 +67,20 @@ HISTORY = [
 ]
 
 
+TEXTS = {0: "Look.", 2: "", 3: "no", 5: "yes"}
+
+
 def test_nulls_that_parquet_adds_at_any_depth_are_left_out(tmp_path: Path) -> None:
     (row,) = load_rows(write(tmp_path / "d.parquet", [GOOD | {"prompt": HISTORY}]))
-    assert row.messages == HISTORY
+    expected = [one | ({"content": TEXTS[at]} if at in TEXTS else {}) for at, one in enumerate(HISTORY)]
+    assert row.messages == expected
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_content_of_text_parts_alone_is_one_text(tmp_path: Path, suffix: str) -> None:
+    parts = [*words("Where is "), {"type": "input_text", "text": "Köln?"}]
+    (row,) = load_rows(write(tmp_path / f"d{suffix}", [GOOD | {"prompt": [{"role": "user", "content": parts}]}]))
+    assert row.messages == [{"role": "user", "content": "Where is Köln?"}]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
@@ -90,7 +101,7 @@ def test_nulls_of_jsonl_stay_in_arguments_alone(tmp_path: Path) -> None:
     told = {"role": "assistant", "content": None, "tool_calls": [call({"city": None})], "name": None}
     (row,) = load_rows(write(tmp_path / "d.jsonl", [GOOD | {"prompt": [{"role": "user", "content": parts}, told]}]))
     assert row.messages == [
-        {"role": "user", "content": [{"type": "text", "text": "Where?"}]},
+        {"role": "user", "content": "Where?"},
         {"role": "assistant", "tool_calls": [call({"city": None})]},
     ]
 
@@ -159,6 +170,14 @@ BAD_ROWS = [
         GOOD | {"prompt": [{"role": "user", "content": [{"type": "image", "image": {"bytes": "x"}}]}]},
         r"prompt\[0\].content\[0\].image must be a path or a data: URL, found {",
     ),
+    *(
+        (GOOD | {"prompt": [{"role": "user", "content": [part]}]}, r"prompt\[0\].content\[0\] must have a text")
+        for part in ({"type": "text", "text": None}, {"type": "text", "text": 5}, {"type": "input_audio"}, {"x": "y"})
+    ),
+    (
+        GOOD | {"prompt": [{"role": "assistant", "content": "I look.", "function_call": {"name": "look"}}]},
+        r"prompt\[0\].function_call is not read",
+    ),
     (
         GOOD | {"prompt": [{"role": "assistant", "tool_calls": [call("{")]}]},
         r"prompt\[0\].tool_calls\[0\].function.arguments is not valid JSON",
@@ -213,6 +232,11 @@ def test_shards_of_a_folder_are_read_in_order(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match=r"a folder without \.parquet, \.jsonl or \.ndjson files"):
         load_rows(tmp_path / "none")
+    for number, suffix in enumerate((".jsonl", ".parquet")):
+        folder = tmp_path / "none" / f"{number}"
+        (folder / f"part-1{suffix}").mkdir(parents=True)
+        with pytest.raises(DataError, match=rf"part-1\{suffix} .*(directory|not a regular file)"):
+            load_rows(folder)
 
 
 def test_text_of_parquet_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
