@@ -256,7 +256,7 @@ def check_prompts(config: RunConfig) -> Check | None:
     """Prompts as the workers will render them, tools included, against what is left of the context for them."""
     from penstock.agent_loops import AgentError
     from penstock.sandbox import SandboxError
-    from penstock.trainer import DataError
+    from penstock.trainer import BadMessages, DataError
 
     if not Path(config.model).is_dir():
         return skipped("prompts", f"{config.model} is not here yet: nothing to render them with")
@@ -264,6 +264,8 @@ def check_prompts(config: RunConfig) -> Check | None:
         rows = first_rows(config, 512)
         lengths = _lengths(config, [row.messages for row in rows])
         response = _longest_response(config)
+    except BadMessages as error:
+        return Check("prompts", False, str(error), "correct the row, or choose a model whose template takes it")
     except (AgentError, DataError, BadSpec, SandboxError, ValueError, OSError):
         return None  # `check_data`, `check_template`, `check_lengths` or `check_sandbox` says so
     room = config.rollout.max_model_len - response
@@ -278,10 +280,20 @@ def check_prompts(config: RunConfig) -> Check | None:
 
 
 def _lengths(config: RunConfig, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> list[int]:
+    """Raises `BadMessages` that names the row, if the chat template takes prompts and refuses that of the row."""
+    from penstock.agent_loops import TemplateError
     from penstock.agent_loops.chat import chat_of, new_budget
+    from penstock.trainer import BadMessages
 
     chat = chat_of(config.model, config.agent)
+    lengths = []
     with opened_tools(config) as tools:
         schemas = [tool.schema for tool in tools.values()]
-        fresh = (chat.for_episode(new_budget(config.agent)) for _ in prompts)
-        return [one.start(messages, schemas).context_len for one, messages in zip(fresh, prompts, strict=True)]
+        chat.start([{"role": "user", "content": ANSWER}], schemas)
+        for row, messages in enumerate(prompts, start=1):
+            try:
+                fresh = chat.for_episode(new_budget(config.agent))
+                lengths.append(fresh.start(messages, schemas).context_len)
+            except TemplateError as error:
+                raise BadMessages(f"{config.data.train}, row {row}: {error}") from error
+    return lengths

@@ -223,6 +223,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         ),
         (check_data, [SEEN], ["rollout.engine=sglang"], "data", r"rollout\.engine=vllm or hf"),
         (check_prompts, [GOOD, LONG], [], "prompts", r"rollout\.max_model_len to \d+ or more"),
+        (check_prompts, [GOOD, SEEN], [], "prompts", r"rows\.jsonl, row 2: .*takes no images"),
         (check_loop, [GOOD, {**GOOD, "agent_name": "someone"}], [], "agent.loop", "unknown agent loop 'someone'"),
         (
             check_reward,
