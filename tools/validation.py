@@ -34,22 +34,22 @@ _VALIDATORS: dict[int, Any] = {}
 """Validators by the id of a schema."""
 
 
-def check_schema(tool: str, schema: Mapping[str, Any]) -> None:
-    """Raises `ValueError` naming the tool if `schema` is not a JSON schema of an object, or refers to what is not
-    there, which would end the episode that calls the tool."""
+def check_schema(tool: str, schema: Mapping[str, Any], field: str = "parameters are") -> None:
+    """Raises `ValueError` naming the tool and the field if `schema` is not a JSON schema of an object, or refers to
+    what is not there, which would end the episode that calls the tool."""
     if schema.get("type") != "object":
         raise ValueError(f"tool {tool}: parameters must be a JSON schema of type object")
     try:
         _check_parts(schema, _dialect_of(schema))
     except SchemaError as error:
         place = f" ({error.json_path})" if error.path else ""
-        raise ValueError(f"tool {tool}: parameters are no JSON schema: {error.message}{place}") from error
+        raise ValueError(f"tool {tool}: {field} no JSON schema: {error.message}{place}") from error
 
 
 def _dialect_of(schema: Mapping[str, Any]) -> Any:
-    """The validator class of `$schema`; without one the first of `DIALECTS` in which `schema` is valid."""
-    if "$schema" in schema:
-        return validator_for(schema, Draft202012Validator)
+    """The validator class of `$schema`; without a known one the first of `DIALECTS` in which `schema` is valid."""
+    if named := validator_for(schema, cast("Any", None)):
+        return named
     return next((dialect for dialect in DIALECTS if _is_valid(dialect, schema)), Draft202012Validator)
 
 
@@ -74,7 +74,9 @@ def _check_parts(schema: Mapping[str, Any], dialect: Any) -> None:
         seen.add(id(part.contents))
         _check_patterns(part.contents.get("patternProperties", ()))
         parts += [(inner, resolver.in_subresource(inner)) for inner in part.subresources()]
-        if isinstance(reference := part.contents.get("$ref"), str):
+        for reference in (part.contents.get(keyword) for keyword in ("$ref", "$dynamicRef")):
+            if not isinstance(reference, str):
+                continue
             try:
                 target = resolver.lookup(reference)
             except Unresolvable as error:
@@ -109,7 +111,10 @@ def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> 
         if len(_VALIDATORS) >= 1024:
             _VALIDATORS.clear()
         known = _VALIDATORS[id(schema)] = _dialect_of(schema)(schema, registry=REGISTRY)
-    errors = sorted(known.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+    try:
+        errors = sorted(known.iter_errors(arguments), key=lambda error: list(map(str, error.path)))
+    except RecursionError:
+        return "the tool's schema refers to itself without end"
     return _describe(errors[0]) if errors else None
 
 

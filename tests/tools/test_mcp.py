@@ -186,6 +186,42 @@ async def test_mcp_tools_that_cannot_be_checked_are_left_out(caplog: pytest.LogC
         make(**odd, select=["word"])
 
 
+OBJECT = {"type": "object"}
+LOST = {**OBJECT, "properties": {"x": {"$ref": "#/$defs/Lost"}}}
+
+
+def raw(**answer: Any) -> dict[str, Any]:
+    return {"command": sys.executable, "args": [str(SERVER.with_name("raw_mcp_server.py")), json.dumps(answer)]}
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"outputSchema": LOST}, "tool odd: outputSchema is no JSON schema: the reference '#/$defs/Lost' leads"),
+        ({"execution": {"taskSupport": "required"}}, "tool odd: it runs only as a task of MCP"),
+        ({"inputSchema": {**OBJECT, "properties": {"x": {"$dynamicRef": "#lost"}}}}, "'#lost' leads nowhere"),
+    ],
+)
+def test_mcp_tools_whose_every_call_would_fail_are_left_out(
+    caplog: pytest.LogCaptureFixture, odd: dict[str, Any], message: str
+) -> None:
+    listed = [{"name": "odd", "inputSchema": OBJECT, **odd}, {"name": "even", "inputSchema": OBJECT}]
+    assert list(make(**raw(result={"tools": listed}))) == ["even"]
+    assert message in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"error": {"code": -32601, "message": "Method not found"}}, "raw_mcp_server.*: Method not found"),
+        ({"result": {"tools": [{"name": "t"}]}}, "raw_mcp_server.*: tools.0.inputSchema Field required"),
+    ],
+)
+def test_mcp_server_without_a_list_of_tools_is_named(answer: dict[str, Any], message: str) -> None:
+    with pytest.raises(ToolConfigError, match=message):
+        make(**raw(**answer))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -65,6 +65,11 @@ def test_validation_arguments_of_combined_schemas(
     assert message in (check_arguments(schema, wrong) or "")
 
 
+def test_validation_schema_that_is_its_own_reference_is_no_end_of_an_episode() -> None:
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/properties/x"}}}
+    assert "refers to itself" in (check_arguments(schema, {"x": 1}) or "")
+
+
 def test_validation_huge_wrong_value_does_not_fill_the_message() -> None:
     message = check_arguments(SCHEMA, {"code": ["x"] * 10_000})
     assert message is not None
@@ -88,6 +93,7 @@ BOUND = {"type": "integer", "minimum": 0, "exclusiveMinimum": True}
         ("https://json-schema.org/draft/2020-12/schema", {"prefixItems": TUPLE}, ["x", 1], ["x", "y"]),
         ("http://json-schema.org/draft-07/schema#", {"items": TUPLE}, ["x", 1], ["x", "y"]),
         (None, {"items": TUPLE}, ["x", 1], ["x", "y"]),
+        ("https://json-schema.org/draft-07/schema#", {"items": TUPLE}, ["x", 1], ["x", "y"]),
         ("http://json-schema.org/draft-04/schema#", BOUND, 1, 0),
         (None, BOUND, 1, 0),
         (None, {"type": "string", "nullable": True}, None, 1),

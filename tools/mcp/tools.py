@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from penstock.sandbox import Sandbox
 from penstock.tools.base import BaseTool, ToolGroup, ToolInfraError, ToolResult, ToolUnavailable
 from penstock.tools.episode_state import shared_in_episode
@@ -39,6 +41,7 @@ class McpTool(BaseTool):
         self.name = f"{prefix}{listed.name}"
         self.description = " ".join((listed.description or listed.title or listed.name).split())
         self.parameters = {"properties": {}, **listed.input_schema, "type": "object"}
+        self.listed = listed
         self.server = connection.server
         self._per_episode = per_episode
         if per_episode:
@@ -165,16 +168,22 @@ class McpTools(ToolGroup):
             offered += [tool.name for tool in listed]
             selected = (tool for tool in listed if self._select is None or tool.name in self._select)
             server_tools = [McpTool(connection, tool, self._prefix, per_episode=self._per_episode) for tool in selected]
-            usable += [tool for tool in server_tools if self._can_be_checked(tool)]
+            usable += [tool for tool in server_tools if self._can_be_called(tool)]
         missing = [name for name in self._select or () if name not in offered]
         if missing or not usable:
             raise ValueError(f"MCP: no tool {', '.join(missing)}; there are: {', '.join(offered) or 'none'}")
         return usable
 
-    def _can_be_checked(self, tool: McpTool) -> bool:
+    def _can_be_called(self, tool: McpTool) -> bool:
         """Raises `ValueError` where a tool that cannot was selected by name."""
+        results, execution = tool.listed.output_schema, tool.listed.execution
         try:
             check_schema(tool.name, tool.parameters)
+            if results is not None:  # the SDK checks each result, in this dialect if the schema names none
+                dialect = "https://json-schema.org/draft/2020-12/schema"
+                check_schema(tool.name, {"$schema": dialect, **results, "type": "object"}, "outputSchema is")
+            if execution is not None and execution.task_support == "required":
+                raise ValueError(f"tool {tool.name}: it runs only as a task of MCP, which is not supported")
         except ValueError as error:
             if self._select is not None:
                 raise
@@ -195,6 +204,8 @@ def _list_tools(server: McpServer) -> list[Any]:
 
 
 async def _ask(server: McpServer) -> list[Any]:
+    from mcp import MCPError
+
     connection = McpConnection(server)
     try:
         client = await connection.client()
@@ -208,5 +219,11 @@ async def _ask(server: McpServer) -> list[Any]:
                     return tools
     except TimeoutError as error:
         raise ToolUnavailable("mcp", f"{server.label}: no list of tools within {LIST_DEADLINE_S:g} s") from error
+    except MCPError as error:
+        raise ToolUnavailable("mcp", f"{server.label}: no list of tools: {error.message}") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = ".".join(map(str, problem["loc"]))
+        raise ToolUnavailable("mcp", f"{server.label}: no list of tools: {field} {problem['msg']}") from error
     finally:
         await connection.close()
