@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
@@ -94,8 +95,10 @@ class ArgumentSchema:
 
     def _target(self, reference: Any) -> Any:
         """The schema that a reference into the root leads to; None if there is none."""
-        if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
+        if not isinstance(reference, str):
             return None
+        if not f"{reference}/".startswith("#/"):
+            return self._anchors.get(reference)
         value = self._root
         for step in reference.split("/")[1:]:
             key = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -104,6 +107,22 @@ class ArgumentSchema:
             else:
                 value = _mapping(value).get(key)
         return value
+
+    @cached_property
+    def _anchors(self) -> dict[str, Any]:
+        """Schemas with a name, as `$anchor`, and in drafts 4 to 7 as `$id` or `id`, by the reference to it."""
+        anchors: dict[str, Any] = {}
+        waiting, seen = [self._root], set[int]()
+        while waiting:
+            value = waiting.pop()
+            if not isinstance(value, Mapping | list) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, Mapping) else value
+            if isinstance(value, Mapping):
+                names = [value.get("$id"), value.get("id"), f"#{value.get('$anchor')}"]
+                anchors |= {name: value for name in names if isinstance(name, str)}
+        return anchors
 
 
 def type_of(value: Any) -> str:

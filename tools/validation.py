@@ -25,7 +25,7 @@ def _or_null(dialect: Any, keyword: str) -> Any:
 
 
 DIALECTS = tuple(
-    extend(dialect, {keyword: _or_null(dialect, keyword) for keyword in ("type", "enum")})
+    extend(dialect, {key: _or_null(dialect, key) for key in ("type", "enum", "$ref", "allOf", "anyOf", "oneOf")})
     for dialect in (Draft202012Validator, Draft7Validator, Draft4Validator)
 )
 """Tried in order for a schema without `$schema`; OpenAPI 3.0, which has `nullable` too, and older generators write

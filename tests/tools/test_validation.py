@@ -49,6 +49,8 @@ NAME = {"properties": {"name": {"type": "string"}}, "required": ["name"]}
         ({"allOf": [ID, {"$ref": "#/$defs/N"}]}, [{"id": 1, "name": "x"}], {"id": 1}, "argument 'name' is missing"),
         ({"$ref": "#/$defs/N"}, [{"name": "x"}], {"name": 1}, "argument 'name': 1 is not of type 'string'"),
         ({"$ref": "#/$defs/N"}, [{"name": "x"}], {"name": "x", "id": 1}, "unknown argument 'id' (this tool"),
+        ({"$ref": "#named", "definitions": {"n": {**NAME, "$anchor": "named"}}},
+         [{"name": "x"}], {"name": "x", "id": 1}, "unknown argument 'id' (this tool takes: name)"),
         ({"patternProperties": {"^x-": {"type": "integer"}}}, [{"x-a": 1}], {"y-a": 1}, "unknown argument 'y-a'"),
         ({"allOf": [{**ID, "additionalProperties": True}]}, [{"id": 1, "more": 2}], {}, "argument 'id' is missing"),
         ({**ID, "if": {"properties": {"id": {"const": 0}}}, "then": NAME},
@@ -98,6 +100,8 @@ BOUND = {"type": "integer", "minimum": 0, "exclusiveMinimum": True}
         (None, BOUND, 1, 0),
         (None, {"type": "string", "nullable": True}, None, 1),
         (None, {"type": "string", "enum": ["a"], "nullable": True}, None, "b"),
+        *((None, {"nullable": True, key: [{"$ref": "#/definitions/N"}]}, None, "x") for key in ("allOf", "oneOf")),
+        (None, {"nullable": True, "$ref": "#/definitions/N"}, None, "x"),
         ("http://json-schema.org/draft-07/schema#", {"$ref": "#/definitions/N"}, 1, "x"),
         (None, {"$ref": "#number"}, 1, "x"),
         (None, {"$ref": "#/components/schemas/M"}, 1, "x"),
@@ -140,6 +144,12 @@ def test_validation_null_that_openapi_allows_is_a_type() -> None:
     properties = {"x": {"type": "integer", "nullable": True}, "y": {"nullable": True}}
     described = ArgumentSchema({"properties": properties})
     assert [described.types(name) for name in properties] == [{"number", "null"}, set()]
+
+
+@pytest.mark.parametrize("name", [{"$anchor": "zip"}, {"$id": "#zip"}, {"id": "#zip"}])
+def test_validation_types_behind_a_named_schema_are_read(name: dict[str, str]) -> None:
+    schema = {"properties": {"x": {"$ref": "#zip"}}, "definitions": {"Z": {**name, "type": "string"}}}
+    assert ArgumentSchema(schema).types("x") == {"string"}
 
 
 def nested(levels: int) -> Any:
