@@ -73,7 +73,7 @@ class EpisodeState:
         marked = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
         return [text for fed in self.observed for text in (marked.findall(fed) or [fed])]
 
-    def call(self, name: str, **arguments: object) -> str:
+    def call(self, name: str, /, **arguments: object) -> str:
         """A tool call as rendered by the model's template. Raises `ValueError` if the template has no tool calls."""
         text = self.chat.template.reply_with_call((), ToolCall(name, arguments))
         if text is None:

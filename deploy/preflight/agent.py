@@ -294,6 +294,6 @@ def _lengths(config: RunConfig, prompts: Sequence[Sequence[Mapping[str, Any]]]) 
             try:
                 fresh = chat.for_episode(new_budget(config.agent))
                 lengths.append(fresh.start(messages, schemas).context_len)
-            except TemplateError as error:
+            except (TemplateError, RecursionError) as error:
                 raise BadMessages(f"{config.data.train}, row {row}: {error}") from error
     return lengths

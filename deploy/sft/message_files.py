@@ -5,6 +5,7 @@ Both columns may be JSON as text; messages are read as those of tasks are (`pens
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,10 @@ def read_rows(path: Path) -> Iterator[MessageRow | BadDemonstration]:
             # A line of JSON is parsed here, where what is wrong with it gets its place.
             row = from_json_text(text_of(raw) if isinstance(raw, bytes) else raw, "the line")
             parquet = path.suffix == ".parquet"
-            yield MessageRow(where, _messages(row, parquet), _tools(row, parquet))
+            messages, tools = _messages(row, parquet), _tools(row, parquet)
+            _check_texts("messages", messages)
+            _check_texts("tools", tools or [])
+            yield MessageRow(where, messages, tools)
         except (BadDemonstration, BadMessages) as error:
             yield BadDemonstration(f"{where}: {error}")
 
@@ -88,12 +92,21 @@ def _tools(raw: Mapping[str, Any], parquet: bool) -> list[Mapping[str, Any]] | N
         raise BadDemonstration(f"tools must be a list, found {tools!r:.80}")
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not function.get("name"):
+        if not isinstance(function, Mapping) or not (isinstance(function.get("name"), str) and function["name"]):
             raise BadDemonstration(f"tools[{number}] must be {{'type', 'function': {{'name', …}}}}, found {tool!r:.80}")
     if parquet and tools is raw["tools"]:
         return list(without_nulls(tools))
     # A null within the parameters is JSON's own: a default, a constant.
     return [_present({**tool, "function": _present(tool["function"])}) for tool in tools]
+
+
+def _check_texts(column: str, items: Sequence[Any]) -> None:
+    """Raises `BadDemonstration` for what no tokenizer and no template takes."""
+    for number, item in enumerate(items):
+        try:
+            json.dumps(item, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError) as error:
+            raise BadDemonstration(f"{column}[{number}] cannot be encoded: {error}") from None
 
 
 def _present(value: Mapping[str, Any]) -> dict[str, Any]:

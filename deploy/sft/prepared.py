@@ -158,11 +158,14 @@ def _of_files(
                 usual = asyncio.run(tools_of(config))
             tools = row.tools if row.tools is not None else usual or ()
             if (key := json.dumps(tools, sort_keys=True)) not in verified:
-                verify_template(chat, tools)  # a `TemplateError` is of every row
+                try:
+                    verify_template(chat, tools)  # a `TemplateError` is of every row with these tools
+                except TemplateError as error:
+                    raise TemplateError(f"{row.where}: {error}" if row.tools else str(error)) from error
                 verified.add(key)
             try:
                 yield segments_of(chat, row.messages, tools)
-            except (BadDemonstration, TemplateError) as error:
+            except (BadDemonstration, TemplateError, RecursionError) as error:
                 findings.refuse(BadDemonstration(f"{row.where}: {error}"))
 
 

@@ -87,6 +87,15 @@ async def test_env_check_policy_sees_its_turn(recipe_dir: Path) -> None:
     assert found.rewards == [0.0]
 
 
+async def test_env_check_policy_gives_a_tool_an_argument_called_name(recipe_dir: Path) -> None:
+    def named(scene: EpisodeState) -> str:
+        return scene.results[-1] if scene.turn else scene.call("double", name="x", self=1)
+
+    found = await play(recipe_dir, named, 7)
+    assert found.failures == []
+    assert "unknown argument 'name'" in found.trajectories[0].extra["tool_error_texts"][0]
+
+
 async def test_env_check_broken_tool_is_no_zero_reward(recipe_dir: Path) -> None:
     found = await play(recipe_dir, honest, 1, 13, 2)
     assert found.rewards == [1.0, 1.0]

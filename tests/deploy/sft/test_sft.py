@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 
 from safetensors.torch import load_file
 
-from penstock.agent_loops import BadDemonstration
+from penstock.agent_loops import BadDemonstration, TemplateError
 from penstock.deploy import ConfigError
 from penstock.deploy.sft.head import fine_tune_recipe, load_sft_config
 from penstock.deploy.sft.prepared import prepare
@@ -251,6 +251,17 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
     assert (found.conversations, found.left_out) == (3, {"bad rows": 2})
 
 
+USER, REPLY = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    return {"function": {"name": "f", "arguments": f'{{"a": {"[" * levels}{"]" * levels}}}'}}
+
+
+def row_of(*messages: Any, **columns: Any) -> str:
+    return json.dumps({"messages": messages, **columns})
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -266,12 +277,17 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
             r"messages\[1\]: the model's message has neither",
         ),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f"}]}', r"tools\[0\] must be"),
+        (row_of(USER, tools=[{"function": {"name": 5}}]), r"tools\[0\] must be"),
+        (row_of(USER, {"role": "assistant", "content": "x\ud83d"}), r"messages\[1\] cannot be encoded: .*surrogates"),
+        (row_of(USER, tools=[{"function": {"name": "f\ud83d"}}]), r"tools\[0\] cannot be encoded: .*surrogates"),
+        (row_of(USER, REPLY, tools=[{"function": {"name": 'a"b'}}]), r".*not shown: a\"b"),
+        (row_of(USER, {**REPLY, "tool_calls": [deep(700)]}), "maximum recursion depth"),
     ],
 )
 def test_what_a_row_lacks_is_named(line: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(line + "\n")
-    with pytest.raises(BadDemonstration, match=rf"rows\.jsonl, line 1: {said}"):
+    with pytest.raises((BadDemonstration, TemplateError), match=rf"rows\.jsonl, line 1: {said}"):
         prepared(tmp_path, messages=str(file))
 
 
