@@ -23,7 +23,11 @@ def parquet_rows(path: Path, batch_size: int = 1024) -> Iterator[dict[str, Any]]
 
     done = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size):
+        file = pyarrow.parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise BadParquet(f"{path}: two columns are called {twice}: rename one of them")
+        for batch in file.iter_batches(batch_size):
             try:
                 rows = batch.to_pylist(maps_as_pydicts="strict")
             except NO_PLAIN_VALUE:

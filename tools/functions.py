@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from penstock.common import USERS_FAULTS, describe_error
@@ -77,7 +77,7 @@ class FunctionTool(BaseTool):
         self.pure = pure
         summary, arguments = describe(function)
         self.description = description or summary
-        self._adapters = {parameter: TypeAdapter(hint) for parameter, hint in _hints(function).items()}
+        self._adapters = {one: _adapter(function, one, hint) for one, hint in _hints(function).items()}
         self.parameters = _schema(function, self._adapters, arguments)
         check_schema(self.name, self.parameters)
 
@@ -135,6 +135,18 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
             raise TypeError(f"{function.__name__}: parameter {parameter.name!r} needs a type hint")
     hints.pop("return", None)
     return hints
+
+
+def _adapter(function: Callable[..., Any], parameter: str, hint: Any) -> TypeAdapter[Any]:
+    try:
+        adapter = TypeAdapter[Any](hint)
+        adapter.json_schema()
+    except PydanticUserError as error:
+        reason = error.message.partition("\n")[0]
+        raise TypeError(
+            f"{function.__name__}: parameter {parameter!r} has no type that JSON knows: {reason}"
+        ) from error
+    return adapter
 
 
 def _schema(

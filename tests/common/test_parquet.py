@@ -50,6 +50,12 @@ def test_parquet_values_are_plain(tmp_path: Path, column: pa.Array, values: list
     assert [row["column"] for row in parquet_rows(write(tmp_path, column))] == values
 
 
+def test_parquet_column_that_stands_twice_is_named(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pa.table([pa.array([1]), pa.array([2])], ["x", "x"]), tmp_path / "data.parquet")
+    with pytest.raises(BadParquet, match=r"data\.parquet: two columns are called x"):
+        next(parquet_rows(tmp_path / "data.parquet"))
+
+
 @pytest.mark.parametrize(("column", "cause"), NOT_PLAIN, ids=[cause for _, cause in NOT_PLAIN])
 def test_parquet_value_that_is_not_plain_is_named(tmp_path: Path, column: pa.Array, cause: str) -> None:
     rows = parquet_rows(write(tmp_path, column))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
@@ -163,6 +164,14 @@ def test_function_tool_functions_that_cannot_be_tools_say_why() -> None:
 
     with pytest.raises(TypeError, match="parameter 'args' must be an ordinary named one"):
         function_tool(many)
+
+    def any_type(a: Any) -> None:
+        pass
+
+    for unknown in (threading.Thread, Callable[[int], int]):
+        any_type.__annotations__ = {"a": unknown}
+        with pytest.raises(TypeError, match="any_type: parameter 'a' has no type that JSON knows: "):
+            function_tool(any_type)
 
     def two(a: Any, b: Any) -> None:
         pass
