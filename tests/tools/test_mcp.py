@@ -215,6 +215,7 @@ def test_mcp_tools_whose_every_call_would_fail_are_left_out(
     [
         ({"error": {"code": -32601, "message": "Method not found"}}, "raw_mcp_server.*: Method not found"),
         ({"result": {"tools": [{"name": "t"}]}}, "raw_mcp_server.*: tools.0.inputSchema Field required"),
+        ({"result": {"tools": []}}, "no tool of .*raw_mcp_server.* can be called; there are: none"),
     ],
 )
 def test_mcp_server_without_a_list_of_tools_is_named(answer: dict[str, Any], message: str) -> None:
