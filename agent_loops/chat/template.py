@@ -48,14 +48,14 @@ def dated(template: Any, day: date) -> Any:
         return {name: dated(one, day) for name, one in template.items()}
     # transformers hands no function to a template, so the calls are replaced by what they return.
     call_of_today = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
-    found = call_of_today.sub(lambda call: json.dumps(day.strftime(call[2])), template or "")
-    for call in re.finditer(r"strftime_now\s*\(.*?\)", found):
+    text = call_of_today.sub(lambda call: json.dumps(day.strftime(call[2])), template or "")
+    for call in re.finditer(r"strftime_now\s*\(.*?\)", text):
         log.warning(
             "the chat template writes the day of each process with %s, not the run's %s: write the format there as a"
             " text in quotes",
             *(call[0], day),
         )
-    return found if template else template
+    return text if template else template
 
 
 class ChatTemplate:

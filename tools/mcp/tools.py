@@ -171,8 +171,8 @@ class McpTools(ToolGroup):
             usable += [tool for tool in server_tools if self._can_be_called(tool)]
         missing = [name for name in self._select or () if name not in offered]
         if missing or not usable:
-            wanted = ", ".join(missing) or f"of {', '.join(server.label for server in self._servers)} can be called"
-            raise ValueError(f"MCP: no tool {wanted}; there are: {', '.join(offered) or 'none'}")
+            which = ", ".join(missing) or f"of {', '.join(server.label for server in self._servers)} can be called"
+            raise ValueError(f"MCP: no tool {which}; there are: {', '.join(offered) or 'none'}")
         return usable
 
     def _can_be_called(self, tool: McpTool) -> bool:
