@@ -141,6 +141,9 @@ def kl(verl: VerlSettings) -> Iterator[Setting]:
     in_loss, in_reward = verl[f"{ACTOR}.use_kl_loss"], verl["algorithm.use_kl_in_reward"]
     named = {f"{ACTOR}.kl_loss_type": in_loss, "algorithm.kl_penalty": in_reward}
     for key in (key for key, used in named.items() if used):
+        if in_loss and key == "algorithm.kl_penalty" and verl[key] != verl[f"{ACTOR}.kl_loss_type"]:
+            verl.lose(key, "one estimator serves reward and loss here: that of kl_loss_type")
+            continue
         names = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_variance", "k3": "low_variance"}
         estimator = names.get(str(verl[key]).removesuffix("+"))
         if estimator is None or str(verl[key]).endswith("+"):

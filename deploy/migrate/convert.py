@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import yaml
 from penstock.deploy.config import RunConfig, parse_config
 from penstock.deploy.migrate.algorithm_rules import ALGORITHM_RULES
 from penstock.deploy.migrate.run_rules import RUN_RULES
+from penstock.deploy.migrate.script import COMMAND
 from penstock.deploy.migrate.settings import VerlSettings
 from penstock.deploy.migrate.source import BadSource
 from penstock.deploy.migrate.table import Name, Table
@@ -66,7 +67,9 @@ def migrate(flat: Mapping[str, Any], table: Table) -> Migration:
 
     Raises `BadSource` where a value that must be a number is none.
     """
-    account, settings = KeyAccount(), dict(_defaults(flat, table))
+    account = KeyAccount()
+    flat = dict(_readable(flat, table, account))
+    settings = dict(_defaults(flat, table))
     for key, value in flat.items():
         _enter(key, value, table, account, settings)
     verl = VerlSettings(flat, table)
@@ -79,6 +82,18 @@ def migrate(flat: Mapping[str, Any], table: Table) -> Migration:
         account.mapped.pop(key, None)
         account.unmapped.append(Unmapped(key, verl[key], why))
     return Migration(_nested(settings), account, verl.notes)
+
+
+def _readable(flat: Mapping[str, Any], table: Table, account: KeyAccount) -> Iterator[tuple[str, Any]]:
+    """The keys whose values stand in the file. Raises `BadSource` where a number does not."""
+    for key, value in flat.items():
+        if isinstance(value, str) and COMMAND.search(value):
+            why = f"a command of the script makes it, which is not run: give {key}=VALUE"
+            account.unmapped.append(Unmapped(key, value, why))
+            continue
+        if isinstance(value, str) and "$" in value and table.knows(key) and isinstance(table.default(key), int | float):
+            raise BadSource(f"{key}={value}: the script does not set this variable: give {key}=NUMBER")
+        yield key, value
 
 
 def _enter(key: str, value: Any, table: Table, account: KeyAccount, settings: dict[str, Any]) -> None:

@@ -1,26 +1,20 @@
 """Reads the settings of another framework as dotted keys: a YAML file or a shell script, and overrides.
 
-In a YAML file OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}`` are followed. A script is read, never run: its
-words of the form ``a.b=value`` count, with variables and sums (``$((a * 2))``) of the script put in.
+In a YAML file OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}`` are followed.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from penstock.datasets import BadExpression, canonical, evaluate
+from penstock.deploy.migrate.script import read_script
 
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
-_NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
-GROUPS = ("model_engine",)
-"""Overrides without a dot that are no variables of a script: hydra's groups."""
 
 
 class BadSource(ValueError):
@@ -59,43 +53,16 @@ def _of_yaml(text: str, path: Path) -> dict[str, Any]:
 
 
 def _of_script(text: str, path: Path) -> dict[str, Any]:
-    variables = {"HOME": str(Path.home())}
+    try:
+        texts = read_script(text, path.resolve().parent)
+    except ValueError as error:
+        raise BadSource(f"{path}: {error}") from error
+    if not texts:
+        raise BadSource(f"{path}: it has no setting a.b=value of main_ppo")
     settings: dict[str, Any] = {}
-    for line in text.replace("\\\n", " ").splitlines():
-        try:
-            words = shlex.split(_summed(line, variables), comments=True)
-        except ValueError as error:
-            raise BadSource(f"{path}: {error} in {line.strip()[:80]!r}") from error
-        for word in words:
-            override, assignment = _OVERRIDE.fullmatch(word), re.match(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$", word)
-            if override and ("." in override.group(1) or override.group(1) in GROUPS):
-                settings.update(_flattened(_value(_expanded(override.group(2), variables)), override.group(1)))
-            elif assignment:
-                variables[assignment.group(1)] = _expanded(assignment.group(2), variables)
+    for key, value in texts.items():
+        settings.update(_flattened(_value(value), key))
     return settings
-
-
-def _expanded(text: str, variables: Mapping[str, str]) -> str:
-    """Variables that the script does not set stay as they are written, to be seen in the recipe."""
-
-    def put(match: re.Match[str]) -> str:
-        name, default = match.group(1) or match.group(3), match.group(2)
-        return variables.get(name, match.group(0) if default is None else _expanded(default, variables))
-
-    return _VARIABLE.sub(put, text)
-
-
-def _summed(line: str, variables: Mapping[str, str]) -> str:
-    """Sums of whole numbers; what is more than arithmetic stays as it is written."""
-
-    def put(match: re.Match[str]) -> str:
-        text = _NAME.sub(lambda name: variables.get(name.group(1), name.group(0)), match.group(1))
-        try:
-            return str(int(evaluate(canonical(text.replace(" ", "")))))
-        except BadExpression:
-            return match.group(0)
-
-    return re.sub(r"\$\(\((.+?)\)\)(?!\))", put, line)
 
 
 # values ---------------------------------------------------------------------------------------------------------------

@@ -315,9 +315,64 @@ def test_a_script_is_read_and_the_recipe_loads(tmp_path: Path, monkeypatch: pyte
     assert yaml.safe_load(alone.stdout)["trainer"]["steps"] == 10
 
 
+N, LR = "actor_rollout_ref.rollout.n", "actor_rollout_ref.actor.optim.lr"
+LAUNCH = "python3 -m verl.trainer.main_ppo"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (f"{LAUNCH} trainer.experiment_name=run#3 \\\n  {N}=8 # don't", {"trainer.experiment_name": "run#3", N: 8}),
+        (f"M=a/b\n{LAUNCH} trainer.project_name=${{M##*/}} {N}=8", {"trainer.project_name": "${M##*/}", N: 8}),
+        (f'A=({N}=1 {LR}=9)\nB=({N}=8\n  {LR}=3e-6)\n{LAUNCH} "${{B[@]}}"', {N: 8, LR: 3e-6}),
+        (f"A=({N}=8)\nA+=({LR}=3e-6)\n{LAUNCH} ${{A[@]}}", {N: 8, LR: 3e-6}),
+        (f'OPT="\n  {N}=8\n"\nOPT+=" {LR}=3e-6"; {LAUNCH} $OPT', {N: 8, LR: 3e-6}),
+        (f"{LAUNCH} data.val_files=$(pwd)/a.parquet", {"data.val_files": f"{Path.cwd()}/a.parquet"}),
+        (f"{LAUNCH} trainer.experiment_name=$(date +%F)", {"trainer.experiment_name": "$(date +%F)"}),
+    ],
+)
+def test_words_of_a_script_are_those_of_bash(tmp_path: Path, script: str, expected: dict[str, Any]) -> None:
+    (tmp_path / "run.sh").write_text(script)
+    assert read_source(tmp_path / "run.sh", ()) == expected
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
+        '$(cd -- "$(dirname -- "$0")" >/dev/null 2>&1 && pwd -P)',
+        '$(dirname "$0")',
+        "`dirname $0`",
+    ],
+)
+def test_a_scripts_own_folder_is_known(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "run.sh").write_text(f'HERE="{folder}"\n{LAUNCH} custom_reward_function.path="$HERE/r.py"\n')
+    assert read_source(tmp_path / "run.sh", ()) == {"custom_reward_function.path": str(tmp_path / "r.py")}
+
+
+def test_what_a_command_makes_is_told() -> None:
+    migrated = made("custom_reward_function.path=$(find . -name r.py)")
+    (lost,) = (one for one in migrated.account.unmapped if one.key == "custom_reward_function.path")
+    assert "which is not run: give custom_reward_function.path=VALUE" in lost.why
+    assert "$(" not in migrated.yaml().partition("\nmodel:")[2]
+
+
+def test_a_second_estimator_of_kl_is_told() -> None:
+    actor = "actor_rollout_ref.actor"
+    words = (f"{actor}.use_kl_loss=true", f"{actor}.kl_loss_type=low_var_kl", "algorithm.use_kl_in_reward=true")
+    migrated = made(*words, "algorithm.kl_penalty=kl")
+    assert migrated.recipe["trainer"]["kl"]["estimator"] == "low_variance"
+    assert "algorithm.kl_penalty" in {one.key for one in migrated.account.unmapped}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("a: [", "not valid YAML"), ("- 1", "found list"), ("data: {train_batch_size: many}", "cannot be read")],
+    [
+        ("a: [", "not valid YAML"),
+        ("- 1", "found list"),
+        ("data: {train_batch_size: many}", "cannot be read"),
+        ("data: {train_batch_size: '${SIZE}'}", r"give data.train_batch_size=NUMBER"),
+    ],
 )
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "verl.yaml").write_text(text)

@@ -1,0 +1,129 @@
+"""Reads the settings of a shell script, which is never run: the words ``a.b=value`` of its commands.
+
+Variables, arrays, defaults (``${X:-y}``) and sums (``$((a * 2))``) of the script are put in. Of the environment only
+``HOME`` is read. What a command would print (``$(date)``) is not known and stays as it is written, except the folder of
+the script and the working directory.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from penstock.datasets import BadExpression, canonical, evaluate
+
+COMMAND = re.compile(r"\$\((?!\()(?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)|`[^`]*`")
+"""A command whose output would be put in."""
+_TOKEN = re.compile(
+    rf"""\\.|'[^']*'|"(?:\\.|{COMMAND.pattern}|[^"\\])*"|{COMMAND.pattern}|(?P<comment>(?<![^\s;(])\#[^\n]*)|.""",
+    re.DOTALL,
+)
+_SETTING = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_ARRAY = re.compile(r"\s*(?:(?:export|local|readonly|declare(?:\s+-\w+)*)\s+)?(\w+)(\+?)=\((.*)\)\s*", re.DOTALL)
+_ELEMENTS = re.compile(r"\$\{(\w+)\[[@*]\]\}")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
+_NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
+_OWN_FOLDER = re.compile(
+    r"(?:dirname(?:\$0|\$\{?BASH_SOURCE(?:\[0\]\})?\}?)|cd\$\(dirname(?:\$0|\$\{?BASH_SOURCE(?:\[0\]\})?\}?)\)"
+    r"(?:>/dev/null(?:2>&1)?)?&&pwd(?:-P)?)"
+)
+GROUPS = ("model_engine",)
+"""Settings without a dot that are no variables of a script: hydra's groups."""
+
+
+def read_script(text: str, folder: Path) -> dict[str, str]:
+    """Dotted key → text of its value, of a script in `folder`. Raises `ValueError` for a quotation that has no end."""
+    return ShellScript(folder).read(text)
+
+
+class ShellScript:
+    """The variables and arrays of a script while it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._variables = {"HOME": str(Path.home())}
+        self._arrays: dict[str, list[str]] = {}
+        self._settings: dict[str, str] = {}
+
+    def read(self, text: str) -> dict[str, str]:
+        for command in _commands(text):
+            if array := _ARRAY.fullmatch(command):
+                before = self._arrays.get(array[1], []) if array[2] else []
+                self._arrays[array[1]] = before + [self._expanded(word) for word in self._words(array[3])]
+            else:
+                self._read_words(self._words(command))
+        return self._settings
+
+    def _read_words(self, words: Sequence[str]) -> None:
+        for word in words:
+            setting, assignment = _SETTING.fullmatch(word), _ASSIGNMENT.fullmatch(word)
+            if setting and ("." in setting[1] or setting[1] in GROUPS):
+                self._settings[setting[1]] = self._expanded(setting[2])
+            elif assignment:
+                before = self._variables.get(assignment[1], "") if assignment[2] else ""
+                self._variables[assignment[1]] = before + self._expanded(assignment[3])
+            elif elements := _ELEMENTS.fullmatch(word):
+                self._read_words(self._arrays.get(elements[1], []))
+            elif (expanded := self._expanded(word)) != word:
+                self._read_words(shlex.split(expanded))
+
+    def _words(self, command: str) -> list[str]:
+        """The words of a command; what another command would print is one word, or a part of one."""
+        outputs: list[str] = []
+
+        def put(match: re.Match[str]) -> str:
+            outputs.append(self._output(match[0]))
+            return f"\0{len(outputs) - 1}\0"
+
+        words = shlex.split(self._summed(COMMAND.sub(put, command)))
+        return [re.sub("\0(\\d+)\0", lambda match: outputs[int(match[1])], word) for word in words]
+
+    def _output(self, command: str) -> str:
+        plain = re.sub(r'["\s]|--', "", command.strip("`").removeprefix("$(").removesuffix(")"))
+        if _OWN_FOLDER.fullmatch(plain):
+            return str(self._folder)
+        return str(Path.cwd()) if plain == "pwd" else command
+
+    def _expanded(self, text: str) -> str:
+        """Variables that the script does not set stay as they are written, to be seen in the recipe."""
+
+        def put(match: re.Match[str]) -> str:
+            name, default = match[1] or match[3], match[2]
+            return self._variables.get(name, match[0] if default is None else self._expanded(default))
+
+        return _VARIABLE.sub(put, text)
+
+    def _summed(self, text: str) -> str:
+        return summed(text, self._variables)
+
+
+def _commands(text: str) -> Iterator[str]:
+    """The commands without comments. A line break in quotes, in brackets or behind a backslash ends none."""
+    command, depth = list[str](), 0
+    for match in _TOKEN.finditer(text + "\n"):
+        piece = match[0]
+        if match["comment"] is not None:
+            continue
+        if piece in ("\n", ";") and not depth:
+            yield "".join(command)
+            command = []
+            continue
+        depth = max(0, depth + (piece == "(") - (piece == ")"))
+        command.append(" " if piece == "\\\n" else piece)
+    yield "".join(command)
+
+
+def summed(text: str, variables: Mapping[str, str]) -> str:
+    """Sums of whole numbers; what is more than arithmetic stays as it is written."""
+
+    def put(match: re.Match[str]) -> str:
+        plain = _NAME.sub(lambda name: variables.get(name[1], name[0]), match[1])
+        try:
+            return str(int(evaluate(canonical(plain.replace(" ", "")))))
+        except BadExpression:
+            return match[0]
+
+    return re.sub(r"\$\(\((.+?)\)\)(?!\))", put, text)
