@@ -212,12 +212,14 @@ def _flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
     if len(flat) < 3:  # three steps in a row are a warning
         return ""
     zero = all(abs(row["reward"]) <= FLAT for row in flat)
+    earlier = [row["reward"] for row in rows[: -len(flat)] if "reward" in row]
+    if earlier and min(row["reward"] for row in flat) >= max(earlier) > min(earlier) + FLAT:
+        return ""  # every task of these steps is solved
     faults: Counter[str] = Counter()
     for row in flat:
         faults.update(row.get("faults", {}))
     episodes = sum(row.get("episodes", 0) for row in flat)
     warning = f"All rewards of each of the last {len(flat)} steps are {'0' if zero else 'equal'}: nothing is learnt"
-    earlier = [row["reward"] for row in rows[: -len(flat)] if "reward" in row]
     if zero and earlier and (mean := fmean(earlier)) >= 0.05:
         common = f" Commonest fault: {faults.most_common(1)[0][0]}." if faults else ""
         return f"{warning}. Their mean was {mean:.2f} before: {_spoilt()}{common}"

@@ -111,9 +111,14 @@ def no_such_run(runs: Path, name: str) -> str:
     return f"{runs / name}: no such run; {near_and_known(name, names)}"
 
 
+def has_begun(run: RunDir) -> bool:
+    """Returns whether there is anything that `--resume` could continue."""
+    return run.root.is_dir() and any(run.root.iterdir())
+
+
 def require_run(run: RunDir) -> None:
     """Raises `ConfigError` if there is nothing that `--resume` could continue."""
-    if not (run.root.is_dir() and any(run.root.iterdir())):
+    if not has_begun(run):
         fix = "set name=… of an earlier run, or leave out --resume, which starts this one"
         raise ConfigError(f"name: {no_such_run(run.root.parent, run.root.name)}\n  fix: {fix}")
 

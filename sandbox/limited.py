@@ -56,7 +56,9 @@ def shared_folders(config: SandboxConfig) -> dict[str, str]:
     folders = {inside: Path(here).expanduser().resolve() for inside, here in config.folders.items()}
     for inside, here in folders.items():
         if not here.is_dir():
-            raise SandboxError(f"sandbox.folders.{inside}: {here} is not a folder of this machine")
+            raise SandboxError(
+                f"sandbox.folders.{inside}: {here} is not a folder of this machine: install there what boxes shall have"
+            )
     return {inside: str(here) for inside, here in folders.items()}
 
 

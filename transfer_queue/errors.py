@@ -18,7 +18,10 @@ class RunTaken(QueueError):
 
     def __init__(self, name: str, theirs: RunIdentity, ours: RunIdentity) -> None:
         if theirs.run_id == ours.run_id:
-            message = f"model: run {name} trains {theirs.model}, not {ours.model}; give that model, or another name=…"
+            message = (
+                f"model: run {name} began with the model {theirs.model!r}, and this is {ours.model!r};"
+                " leave model= out, or choose another name=…"
+            )
         else:
             message = (
                 f"run {name} is another run: in the queue {theirs}; here {ours}. Choose another name=…, continue that "

@@ -15,7 +15,7 @@ from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import refuse_doomed, run_checks
 from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere
 from penstock.deploy.run.supervisor import Placement
-from penstock.deploy.run_dir import RunDir, require_run
+from penstock.deploy.run_dir import RunDir, has_begun, require_run
 from penstock.transfer_queue import QueueError
 
 console = Console(stderr=True, highlight=False)
@@ -42,6 +42,7 @@ def run_recipe(
         from penstock.deploy.run.report import describe, describe_end
         from penstock.deploy.run.supervisor import StalledRun, VersionRefused
 
+    config: RunConfig | None = None
     try:
         config = load_config(recipe, overrides)
         if dry_run:
@@ -68,7 +69,7 @@ def run_recipe(
     except (Interrupted, KeyboardInterrupt):
         where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""
         command = " ".join(["penstock run", str(recipe), *overrides, "--resume"])
-        return _complain(f"interrupted; continue with: {command}{where}", 130)
+        return _complain(_interrupted(config, f"{command}{where}"), 130)
     if as_json:
         print(summary.read_text(), end="")
     else:
@@ -76,6 +77,13 @@ def run_recipe(
             describe_end(json.loads(summary.read_text()), RunDir(summary.parent)), markup=False, soft_wrap=True
         )
     return 0
+
+
+def _interrupted(config: RunConfig | None, command: str) -> str:
+    """The last line of a run that was interrupted. `config` is None if the recipe was still read."""
+    if config is None or not has_begun(RunDir.of(config)):
+        return "interrupted before the run began: nothing is kept"
+    return f"interrupted; continue with: {command}"
 
 
 def _nothing_left(config: RunConfig) -> str:

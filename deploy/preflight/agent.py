@@ -101,8 +101,9 @@ def check_reward(config: RunConfig) -> Check | None:
     if not config.agent.workers:
         return None  # episodes are leased by somebody else
     if not config.agent.reward:
-        # These loops leave the reward to `agent.reward` or to tools.
-        if config.tools or {*config.agent.loops, *_named_by_rows(config)} - {"single_turn", "tool_agent"}:
+        # These loops leave the reward to `agent.reward` or to tools, and these tools give none.
+        loops = {*config.agent.loops, *_named_by_rows(config)} - {"single_turn", "tool_agent"}
+        if loops or {tool.name for tool in config.tools} - NO_REWARD:
             return None  # loops or tools give the rewards
         return Check(NAME, False, "no loop and no tool gives a reward", "set agent.reward=FILE.py:compute_score")
     try:
@@ -112,6 +113,8 @@ def check_reward(config: RunConfig) -> Check | None:
     return Check(NAME, True, config.agent.reward)
 
 
+NO_REWARD = {"python", "shell", "editor", "final_answer", "search", "web_search"}
+"""Tools that give no reward."""
 GIVEN = ("", "program_file")
 """Rewards that nothing but an episode has."""
 

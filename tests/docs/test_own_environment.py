@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -12,6 +13,10 @@ from pathlib import Path
 
 import pytest
 from tests.docs.pages import ROOT, fences
+
+from penstock.datasets import materialise
+from penstock.deploy import load_config
+from penstock.trainer import load_rows
 
 PAGE = "docs/guide/environment.md"
 
@@ -53,6 +58,14 @@ def test_the_environment_is_proven_without_a_model(folder: Path) -> None:
     figures = json.loads(run(folder, *stubborn, "--json"))
     assert 0 < figures["reward"]["mean"] < 0.5
     run(folder, *adds, "--rows", "8")
+
+
+def test_the_final_model_is_asked_as_in_training(folder: Path) -> None:
+    """Without the system message of the rows it takes other doors."""
+    (shown,) = re.findall(r"SYSTEM = (\(.*?\))", (folder / "use.py").read_text(), re.DOTALL)
+    train = load_config(folder / "doors.py").data.train
+    (first, *_) = load_rows(materialise(train, folder))[0].messages
+    assert ast.literal_eval(shown) == first["content"]
 
 
 @pytest.mark.deep

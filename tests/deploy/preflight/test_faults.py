@@ -90,6 +90,7 @@ SETTINGS: list[tuple[Asked, list[str], str, str]] = [
     (check_loop, ["agent.loop=tool_agnt"], "agent.loop", "did you mean 'tool_agent'"),
     (check_template, ["tools=[{name: pyton}]"], "tools", "correct this entry"),
     (check_reward, ["agent.reward=", "tools=[]"], "agent.reward", "no loop and no tool gives a reward"),
+    (check_reward, ["agent.reward=", "tools=[{name: python}]"], "agent.reward", "set agent.reward=FILE"),
     (check_reward, ["agent.reward=/nowhere/no_reward.py:score"], "agent.reward", r"/nowhere/no_reward\.py"),
     (check_data, ["data.train=no/such.parquet"], "data", "first lines of a recipe that ships"),
     (check_model, ["model=./no/such/model"], "model", r"config\.json, tokenizer"),

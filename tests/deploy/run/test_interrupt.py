@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tests.deploy.conftest import LivingRun, assert_nothing_left
+from typer.testing import CliRunner
+
+from penstock.deploy import app
 
 pytestmark = [pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -29,3 +33,13 @@ def test_a_second_interrupt_ends_the_run_without_a_traceback(start_run: Callable
     assert "Traceback" not in text, text
     assert text.rstrip().splitlines()[-1].startswith("interrupted; continue with: penstock run ")
     assert_nothing_left(run, pids)
+
+
+def test_an_interrupt_before_the_run_began_offers_no_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("penstock.deploy.run.launcher.launch", interrupted)
+    done = CliRunner().invoke(app, ["run", "recipes/calculator.yaml", f"runs_dir={tmp_path}", "name=early"])
+    assert done.exit_code == 130
+    assert done.stderr.rstrip().endswith("interrupted before the run began: nothing is kept")

@@ -77,6 +77,14 @@ async def test_status_warns_of_flat_rewards(tmp_path: Path, monkeypatch: pytest.
     assert "warning   All rewards" in (await invoke(str(tmp_path / "flat"))).stdout
 
 
+async def test_status_warns_of_no_solved_task(tmp_path: Path) -> None:
+    write_config(tmp_path / "solved", "trainer: {steps: 9}\n")
+    rewards = [(0.2, 0.4), (0.9, 0.3), (1.0, 0.0), (1.0, 0.0), (1.0, 0.0)]
+    rows = [{"step": n, "wall_s": 1.0, "reward": mean, "reward_std": std} for n, (mean, std) in enumerate(rewards)]
+    write_rows(tmp_path / "solved", rows)
+    assert not (await state_of(str(tmp_path / "solved")))["warning"]
+
+
 async def test_a_run_that_ended_says_why(living: LivingRun) -> None:
     (living.root / "connect.env").unlink()
     (living.root / "ended.json").write_text('{"version": 3, "why": "no progress for 9 s; stuck is agent-0: tools"}')
