@@ -63,14 +63,14 @@ async def test_no_version_names_two_sets_of_weights(
         change(run)
         worker.steps = 2 * STEPS
         assert await run.live(nursery) == 0
-    versions = [json.loads(line) for line in (run.folder / "versions.jsonl").read_text().splitlines()]
-    # The last version's weights are lost with its checkpoint: those that are left get the next number.
-    newest = STEPS + (change is damage_newest_checkpoint)
-    assert [version for version, _ in versions] == list(range(1, newest + 1)), "each is announced once"
-    await check_accounts(run, lost, newest)
+    written = [json.loads(line) for line in (run.folder / "versions.jsonl").read_text().splitlines()]
+    # Weights whose file went with the machine may be written again, under the number that they have.
+    versions = {(version, digest) for version, digest in written}
+    assert sorted(version for version, _ in versions) == list(range(1, STEPS + 1)), "each has one set of weights"
+    await check_accounts(run, lost)
 
 
-async def check_accounts(run: KilledRun, lost: int, newest: int) -> None:
+async def check_accounts(run: KilledRun, lost: int) -> None:
     queue = await run.queue()
     try:
         status, held = await queue.status(), await queue.held()
@@ -78,7 +78,7 @@ async def check_accounts(run: KilledRun, lost: int, newest: int) -> None:
     finally:
         await queue.close()
     groups: dict[str, Any] = dict(status.groups)
-    assert (status.version, status.committed_step) == (newest, STEPS)
+    assert (status.version, status.committed_step) == (STEPS, STEPS)
     assert groups.pop("submitted") == sum(groups.values())
     assert (groups["shipped"], groups["trained"]) == (0, 0)
     episodes = status.episodes
