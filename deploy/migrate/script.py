@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.datasets import BadExpression, canonical, evaluate
@@ -20,7 +20,8 @@ _TOKEN = re.compile(
     rf"""\\.|'[^']*'|"(?:\\.|{COMMAND.pattern}|[^"\\])*"|{COMMAND.pattern}|(?P<comment>(?<![^\s;(])\#[^\n]*)|.""",
     re.DOTALL,
 )
-_SETTING = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
+SETTING = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
+"""One setting in hydra's words: its dotted key and the text of its value."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\s*(?:(?:export|local|readonly|declare(?:\s+-\w+)*)\s+)?(\w+)(\+?)=\((.*)\)\s*", re.DOTALL)
 _ELEMENTS = re.compile(r"\$\{(\w+)\[[@*]\]\}")
@@ -34,44 +35,49 @@ GROUPS = ("model_engine",)
 """Settings without a dot that are no variables of a script: hydra's groups."""
 
 
-def read_script(text: str, folder: Path) -> dict[str, str]:
-    """Dotted key → text of its value, of a script in `folder`. Raises `ValueError` for a quotation that has no end."""
-    return ShellScript(folder).read(text)
-
-
 class ShellScript:
     """The variables and arrays of a script while it is read."""
 
     def __init__(self, folder: Path) -> None:
+        """`folder` has the script."""
         self._folder = folder
         self._variables = {"HOME": str(Path.home())}
         self._arrays: dict[str, list[str]] = {}
-        self._settings: dict[str, str] = {}
 
     def read(self, text: str) -> dict[str, str]:
+        """Return dotted key → text of its value. Raises `ValueError` for a quotation that has no end."""
+        settings = {}
         for command in _commands(text):
             if array := _ARRAY.fullmatch(command):
                 before = self._arrays.get(array[1], []) if array[2] else []
-                self._arrays[array[1]] = before + [self._expanded(word) for word in self._words(array[3])]
+                self._arrays[array[1]] = [*before, *self._words(array[3])]
+                continue
+            for word in self._words(command):
+                setting, assignment = SETTING.fullmatch(word), _ASSIGNMENT.fullmatch(word)
+                if setting and ("." in setting[1] or setting[1] in GROUPS):
+                    settings[setting[1]] = setting[2]
+                elif assignment:
+                    start = self._variables.get(assignment[1], "") if assignment[2] else ""
+                    self._variables[assignment[1]] = start + assignment[3]
+        return settings
+
+    def _words(self, command: str) -> Iterator[str]:
+        """The words of a command, each put in when it is asked for: an earlier one may set its variable.
+
+        As in bash, what is put in is not looked at again, and has several words only outside of a setting.
+        """
+        for word in self._split(command):
+            if elements := _ELEMENTS.fullmatch(word):
+                yield from self._arrays.get(elements[1], [])
+                continue
+            expanded = self._expanded(word)
+            if expanded == word or SETTING.fullmatch(word) or _ASSIGNMENT.fullmatch(word):
+                yield expanded
             else:
-                self._read_words(self._words(command))
-        return self._settings
+                yield from expanded.split()
 
-    def _read_words(self, words: Sequence[str]) -> None:
-        for word in words:
-            setting, assignment = _SETTING.fullmatch(word), _ASSIGNMENT.fullmatch(word)
-            if setting and ("." in setting[1] or setting[1] in GROUPS):
-                self._settings[setting[1]] = self._expanded(setting[2])
-            elif assignment:
-                before = self._variables.get(assignment[1], "") if assignment[2] else ""
-                self._variables[assignment[1]] = before + self._expanded(assignment[3])
-            elif elements := _ELEMENTS.fullmatch(word):
-                self._read_words(self._arrays.get(elements[1], []))
-            elif (expanded := self._expanded(word)) != word:
-                self._read_words(shlex.split(expanded))
-
-    def _words(self, command: str) -> list[str]:
-        """The words of a command; what another command would print is one word, or a part of one."""
+    def _split(self, command: str) -> list[str]:
+        """The words as they are written; what another command would print is one of them, or a part of one."""
         outputs: list[str] = []
 
         def put(match: re.Match[str]) -> str:
@@ -97,7 +103,16 @@ class ShellScript:
         return _VARIABLE.sub(put, text)
 
     def _summed(self, text: str) -> str:
-        return summed(text, self._variables)
+        """Sums of whole numbers; what is more than arithmetic stays as it is written."""
+
+        def put(match: re.Match[str]) -> str:
+            plain = _NAME.sub(lambda name: self._variables.get(name[1], name[0]), match[1])
+            try:
+                return str(int(evaluate(canonical(plain.replace(" ", "")))))
+            except BadExpression:
+                return match[0]
+
+        return re.sub(r"\$\(\((.+?)\)\)(?!\))", put, text)
 
 
 def _commands(text: str) -> Iterator[str]:
@@ -114,16 +129,3 @@ def _commands(text: str) -> Iterator[str]:
         depth = max(0, depth + (piece == "(") - (piece == ")"))
         command.append(" " if piece == "\\\n" else piece)
     yield "".join(command)
-
-
-def summed(text: str, variables: Mapping[str, str]) -> str:
-    """Sums of whole numbers; what is more than arithmetic stays as it is written."""
-
-    def put(match: re.Match[str]) -> str:
-        plain = _NAME.sub(lambda name: variables.get(name[1], name[0]), match[1])
-        try:
-            return str(int(evaluate(canonical(plain.replace(" ", "")))))
-        except BadExpression:
-            return match[0]
-
-    return re.sub(r"\$\(\((.+?)\)\)(?!\))", put, text)

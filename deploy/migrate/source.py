@@ -12,9 +12,7 @@ from typing import Any
 
 import yaml
 
-from penstock.deploy.migrate.script import read_script
-
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
+from penstock.deploy.migrate.script import SETTING, ShellScript
 
 
 class BadSource(ValueError):
@@ -25,7 +23,7 @@ def read_source(source: Path | None, overrides: Sequence[str]) -> dict[str, Any]
     """Dotted key → value. Overrides win over the file, later ones over earlier ones. Raises `BadSource`."""
     flat = _of_file(source) if source else {}
     for override in overrides:
-        match = _OVERRIDE.fullmatch(override)
+        match = SETTING.fullmatch(override)
         if match is None:
             raise BadSource(f"override {override!r}: write it as a.b=value")
         flat.update(_flattened(_value(match.group(2)), match.group(1)))
@@ -54,7 +52,7 @@ def _of_yaml(text: str, path: Path) -> dict[str, Any]:
 
 def _of_script(text: str, path: Path) -> dict[str, Any]:
     try:
-        texts = read_script(text, path.resolve().parent)
+        texts = ShellScript(path.resolve().parent).read(text)
     except ValueError as error:
         raise BadSource(f"{path}: {error}") from error
     if not texts:

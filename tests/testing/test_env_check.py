@@ -88,10 +88,10 @@ async def test_env_check_policy_sees_its_turn(recipe_dir: Path) -> None:
 
 
 async def test_env_check_policy_gives_a_tool_an_argument_called_name(recipe_dir: Path) -> None:
-    def named(scene: EpisodeState) -> str:
+    def calls_person(scene: EpisodeState) -> str:
         return scene.results[-1] if scene.turn else scene.call("double", name="x", self=1)
 
-    found = await play(recipe_dir, named, 7)
+    found = await play(recipe_dir, calls_person, 7)
     assert found.failures == []
     assert "unknown argument 'name'" in found.trajectories[0].extra["tool_error_texts"][0]
 

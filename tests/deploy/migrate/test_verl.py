@@ -327,6 +327,8 @@ LAUNCH = "python3 -m verl.trainer.main_ppo"
         (f'A=({N}=1 {LR}=9)\nB=({N}=8\n  {LR}=3e-6)\n{LAUNCH} "${{B[@]}}"', {N: 8, LR: 3e-6}),
         (f"A=({N}=8)\nA+=({LR}=3e-6)\n{LAUNCH} ${{A[@]}}", {N: 8, LR: 3e-6}),
         (f'OPT="\n  {N}=8\n"\nOPT+=" {LR}=3e-6"; {LAUNCH} $OPT', {N: 8, LR: 3e-6}),
+        (f'export PATH=/x:$PATH\nA=("${{A[@]}}" {N}=8)\necho $PATH; {LAUNCH} ${{A[@]}}', {N: 8}),
+        (f'SAY="don\'t"\necho $SAY\n{LAUNCH} {N}=8', {N: 8}),
         (f"{LAUNCH} data.val_files=$(pwd)/a.parquet", {"data.val_files": f"{Path.cwd()}/a.parquet"}),
         (f"{LAUNCH} trainer.experiment_name=$(date +%F)", {"trainer.experiment_name": "$(date +%F)"}),
     ],

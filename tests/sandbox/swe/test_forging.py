@@ -160,7 +160,10 @@ def was_cold(file, at):
     return times[0] > 5 * times[1]
 file = os.open('/shared/file', os.O_RDONLY)
 is_first = sum(was_cold(file, number << 20) for number in range({PAGES})) > {PAGES // 2}"""
-"""True in the first box that reads the file: a first read of a page that is in memory takes as long as a second one."""
+"""True in the first box that reads the file: a first read of a page that is in memory takes as long as a second one.
+
+The attack measures times, no assertion does: a busy machine makes the attack worse, and 0 passes hold.
+"""
 
 
 class NothingCleaned:
@@ -195,7 +198,7 @@ async def test_grade_no_box_learns_from_shared_pages_that_another_was_before_it(
     code = forging("is_first", *IS_FIRST.splitlines())
     patch = patch_by(task.repository, task.base_commit, IN_CODE.format(code), tmp_path / "tree")
     async with sandbox_with("bwrap", folders={"/shared": str(file.parent)}) as boxes:
-        if "cgroup v" not in boxes.containment:
+        if "cgroup v" not in boxes.containment:  # docs/guide/swe.md: the caches of such boxes remain open
             pytest.skip(f"boxes have no cgroup here, whose end empties the cache: {boxes.containment}")
         assert await resolved_by_pages(boxes, task, file, patch, times) == 0
         if times > 1:
