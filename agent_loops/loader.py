@@ -35,6 +35,8 @@ def load_object(spec: str, recipe_dir: Path) -> Any:
     Raises `LoadError` naming the part that was not found, with the nearest name that exists.
     """
     module_name, _, name = spec.rpartition(":") if ":" in spec else spec.rpartition(".")
+    if spec.endswith(".py"):
+        raise LoadError(f"{spec}: name what to take from this file, as {spec}:NAME")
     if not module_name or not name:
         raise LoadError(f"{spec!r} is neither package.module:Name nor folder/file.py:Name")
     is_file = module_name.endswith(".py")

@@ -198,8 +198,9 @@ def _fallen_reward(rewards: Sequence[float]) -> str:
 
 def _spoilt() -> str:
     return (
-        "training spoils the model. Lower trainer.lr (a tenth, to begin with); for a small model raise trainer.eps as "
-        "well, and --resume from an earlier checkpoint."
+        "training spoils the model. Start again under another name with a lower trainer.lr (a tenth, to begin with), "
+        "and for a small model with a larger trainer.eps; `penstock train export` writes an earlier checkpoint as a "
+        "model."
     )
 
 
@@ -223,9 +224,10 @@ def _flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
     if zero and earlier and (mean := fmean(earlier)) >= 0.05:
         common = f" Commonest fault: {faults.most_common(1)[0][0]}." if faults else ""
         return f"{warning}. Their mean was {mean:.2f} before: {_spoilt()}{common}"
-    if not faults:
-        return f"{warning}. No episode had a fault: look at what the reward compares (trajectories, penstock rehearse)."
-    cause, count = faults.most_common(1)[0]
+    cause, count = faults.most_common(1)[0] if faults else ("", 0)
+    if not count or 10 * count < episodes:  # fewer than a tenth do not make all rewards equal
+        rare = f"Only {count} of {episodes} episodes are {cause}" if count else "No episode had a fault"
+        return f"{warning}. {rare}: look at what the reward compares (trajectories, penstock rehearse)."
     if cause.startswith("truncated (turns"):  # a loop may use all its turns by design: the reward is looked at first
         return f"{warning}. Look at what the reward compares (penstock rehearse); {count} of {episodes} are {cause}."
     return f"{warning}. Commonest cause: {cause} ({count} of {episodes} episodes)."

@@ -38,7 +38,13 @@ STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 
 
 def _staleness(value: Any) -> Any:
-    return STALENESS_NAMES.get(value, value) if isinstance(value, str) else value
+    """The versions that a name stands for. Raises `ValueError` for another name."""
+    if not isinstance(value, str) or value.isdecimal():
+        return value
+    if value not in STALENESS_NAMES:
+        names = ", ".join(STALENESS_NAMES)
+        raise ValueError(f"must be {names} or a number from 0 to 64")
+    return STALENESS_NAMES[value]
 
 
 class PlacementConfig(BaseModel):
@@ -137,7 +143,8 @@ class RunConfig(BaseModel):
     agent: AgentConfig = AgentConfig()
     tools: Annotated[list[ToolConfig], BeforeValidator(read_tools)] = Field(
         default_factory=list,
-        description="Tools the agent may call, or a YAML file with a list of them, ours or verl's.",
+        description="Tools the agent may call: entries, or names alone; or a YAML file with a list of entries, ours or"
+        " verl's.",
     )
     sandbox: SandboxConfig = SandboxConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -190,7 +197,10 @@ def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool
     for override in overrides:
         _apply_override(tree, override)
     _resolve_paths(tree, folders[::-1])
-    return parse_config(tree, source=str(recipe))
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _invalid(error, str(recipe), overrides=overrides) from None
 
 
 def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxConfig:
@@ -293,9 +303,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         problem = f"{error.context}: {error.problem}" if isinstance(error, yaml.MarkedYAMLError) else str(error)
-        raise ConfigError(
-            f"override {override!r}: the value is not valid YAML ({problem}); quote text as '\"…\"'"
-        ) from None
+        fix = "close its bracket" if "<stream end>" in problem else "quote text as '\"…\"'"
+        raise ConfigError(f"override {override!r}: the value is not valid YAML ({problem}); {fix}") from None
     if value is None and not text.strip() and ConfigSchema(RunConfig).annotation(dotted) is str:
         value = ""
     if isinstance(value, str):
@@ -386,14 +395,26 @@ def _resolve_path(text: str, roots: Sequence[Path]) -> str:
     return text
 
 
-def _invalid(error: ValidationError, source: str, *sections: str) -> ConfigError:
+def _invalid(error: ValidationError, source: str, *sections: str, overrides: Sequence[str] = ()) -> ConfigError:
     """One line per problem. `sections`: where the checked part stands in the recipe."""
     schema = ConfigSchema(RunConfig)
-    lines = [f"  {schema.explain(problem, [*sections, *map(str, problem['loc'])])}" for problem in error.errors()]
-    if source.endswith(".py"):
-        no_tasks = (
-            "  data: no tasks; define a class with reset(seed) and step(action) in this file, or TASKS, a list of "
-            "rows, and compute_score; or set data.train in SETTINGS"
-        )
-        lines = [no_tasks if line.startswith("  data: is required") else line for line in lines]
-    return ConfigError("\n".join([f"{source}: {len(lines)} problem{'s' * (len(lines) > 1)}", *lines]))
+    lines = []
+    for problem in error.errors():
+        path = [*sections, *map(str, problem["loc"])]
+        override = next((one for one in reversed(overrides) if _concerns(one, ".".join(path))), None)
+        line = f"{f'override {override!r}: ' if override else ''}{schema.explain(problem, path)}"
+        if source.endswith(".py") and line.startswith("data: is required"):
+            line = (
+                "data: no tasks; define a class with reset(seed) and step(action) in this file, or TASKS, a list of "
+                "rows, and compute_score; or set data.train in SETTINGS"
+            )
+        lines.append(line)
+    if all(line.startswith("override ") for line in lines):
+        return ConfigError("\n".join(lines))
+    head = f"{source}: {len(lines)} problem{'s' * (len(lines) > 1)}"
+    return ConfigError("\n  ".join([head, *lines]))
+
+
+def _concerns(override: str, key: str) -> bool:
+    """`key`, of a problem, is the override's own, or below it."""
+    return f"{key}.".startswith(f"{override.partition('=')[0]}.")

@@ -70,6 +70,16 @@ class RunDir:
     def of(cls, config: RunConfig) -> RunDir:
         return cls((Path(config.runs_dir) / config.name).resolve())
 
+    def saved_step(self, step: int | None = None) -> int:
+        """Return `step` if there is a checkpoint of it; without it the newest one's. Raises `ConfigError`."""
+        steps = sorted(
+            int(path.name.removeprefix("step_")) for path in self.checkpoints.glob("step_*") if not path.suffix
+        )
+        if not steps or (step is not None and step not in steps):
+            wanted = "" if step is None else f" of step {step}"
+            raise ConfigError(f"{self.root} has no checkpoint{wanted}; there: {', '.join(map(str, steps)) or 'none'}")
+        return steps[-1] if step is None else step
+
     def write_config(self, config: RunConfig) -> None:
         """Write the configuration as of a folder that may move, and copy the Python files that it names.
 
@@ -105,7 +115,7 @@ class RunDir:
 
 def no_such_run(runs: Path, name: str) -> str:
     """The message for a run that is not in this folder of runs."""
-    names = sorted(file.parent.name for file in runs.glob("*/config.yaml"))
+    names = sorted(file.parent.name for file in runs.glob("*/config.yaml") if not _is_untrained(file.parent))
     if not names:
         return f"{runs / name}: no such run; give its folder, or start it with `penstock run`"
     return f"{runs / name}: no such run; {near_and_known(name, names)}"

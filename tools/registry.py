@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from penstock.common import USERS_FAULTS, Registry
+from penstock.common.registry import near_and_known
 from penstock.sandbox import Sandbox
 from penstock.tools.arguments import ArgumentSchema
 from penstock.tools.base import BaseTool, ToolGroup
@@ -114,6 +116,8 @@ def _make(config: ToolConfig, sandbox: Sandbox | None, load: Callable[[str], Any
 
 
 def _instances(entry: Any, config: ToolConfig, sandbox: Sandbox | None) -> list[BaseTool]:
+    if isinstance(entry, type):
+        _refuse_unknown(config.settings, entry)
     if isinstance(entry, type) and issubclass(entry, ToolGroup):
         return entry(sandbox, **config.settings).tools()  # type: ignore[call-arg]
     if isinstance(entry, type) and issubclass(entry, BaseTool):
@@ -123,6 +127,15 @@ def _instances(entry: Any, config: ToolConfig, sandbox: Sandbox | None) -> list[
     if config.settings:
         raise ValueError("a @function_tool takes no settings")
     return [copy.copy(entry)]
+
+
+def _refuse_unknown(settings: Mapping[str, Any], tool: type) -> None:
+    """Raises `TypeError` naming a setting that the tool's constructor does not have."""
+    parameters = list(inspect.signature(tool).parameters.values())[1:]  # the first is the sandbox
+    known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+    unknown = [name for name in settings if name not in known]
+    if unknown and len(known) == len(parameters):
+        raise TypeError(f"unknown setting {unknown[0]!r}; {near_and_known(unknown[0], known)}")
 
 
 def _rename(tools: list[BaseTool], schema: Mapping[str, Any]) -> None:

@@ -36,19 +36,18 @@ def from_verl(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tools(value: Any) -> Any:
-    """A recipe's `tools`: a list as it is, or the entries of a YAML file with a `tools` list, ours or verl's.
+    """A recipe's `tools` as a list of entries: a name alone stands for ``{name: …}``, a YAML file for its `tools`, ours
+    or verl's.
 
-    Raises `ValueError` naming the file, or the entry that is a name alone.
+    Raises `ValueError` naming the file.
     """
-    for entry in value if isinstance(value, list) else [value]:
-        if isinstance(entry, str) and (".py:" in entry or entry is not value):
-            raise ValueError(f"{entry}: an entry of the list is a mapping; write tools='[{{name: {entry}}}]'")
-    if not isinstance(value, str):
-        return value
-    try:
-        return list(yaml.safe_load(Path(value).read_text())["tools"])
-    except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{value}: no YAML file with a list of tools ({type(error).__name__}: {error})") from error
+    if isinstance(value, str) and value.endswith((".yaml", ".yml")):
+        try:
+            value = list(yaml.safe_load(Path(value).read_text())["tools"])
+        except (OSError, KeyError, TypeError, yaml.YAMLError) as error:
+            raise ValueError(f"{value}: no YAML file with a list of tools ({type(error).__name__}: {error})") from error
+    entries = [] if value is None else value if isinstance(value, list) else [value]
+    return [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
 
 
 def _counterpart(class_name: str, config: dict[str, Any], mcp: dict[str, Any]) -> dict[str, Any]:

@@ -60,8 +60,11 @@ def list_batches(
         rows = chosen(listed(opened(run, runs_dir)), where or [])
         if by not in rows.column_names:
             raise ConfigError(f"--by {by}: no column of the index; one of {', '.join(rows.column_names)}")
-    table = rows.group_by([by], use_threads=False).aggregate([("row", "count"), *(one for one in SUMS if one[0] != by)])
-    lines = [{name.replace("row_count", "episodes"): value for name, value in row.items()} for row in table.to_pylist()]
+    task = [("task", "first")] if by == "episode" else []
+    sums = [("row", "count"), *task, *(one for one in SUMS if one[0] != by)]
+    table = rows.group_by([by], use_threads=False).aggregate(sums)
+    names = [{"row_count": "episodes", "task_first": "task"}.get(name, name) for name in table.column_names]
+    lines = table.rename_columns(names).to_pylist()
     if as_json:
         print(json.dumps(lines))
         return
@@ -112,6 +115,9 @@ def export(
     """
     with user_errors(BadPayload):
         episodes = records(run, runs_dir, [*(where or []), "learned=1"])
+        if not episodes:
+            which = "that fulfils --where " if where else ""
+            raise ConfigError(f"{run}: no checkpoint has an episode {which}yet; nothing was written")
     folder = out / "trajectories"
     folder.mkdir(parents=True, exist_ok=True)
     by_step: dict[int, list[dict[str, Any]]] = {}

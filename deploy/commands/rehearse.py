@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,8 +60,12 @@ def rehearse(
         played = rows_of(config, split, rows)
         rewards = _expected(expect, played)
         playing = _play(config, load_object(policy, Path.cwd()), played, quiet=as_json)
-        with asyncio.Runner() as runner:
-            result = run_users_code(runner, playing)
+        try:
+            with asyncio.Runner() as runner:
+                result = run_users_code(runner, playing)
+        except KeyboardInterrupt:
+            typer.echo("interrupted: a rehearsal keeps nothing; --rows plays fewer tasks", err=True)
+            raise typer.Exit(130) from None
     unexpected = [
         one for one in result.trajectories if rewards and not same_reward(one.reward, rewards[_row(one.task_id) - 1])
     ]
@@ -124,6 +128,9 @@ def _number(reward: float | None) -> str:
 def _report(result: EnvCheck, unexpected: list[Any], rewards: list[float]) -> str:
     figures = _figures(result)
     reward = "".join(f"  {name} {value:.3f}" for name, value in figures["reward"].items())
+    if result.rewards and min(result.rewards) < max(result.rewards):
+        lowest = [_row(one.task_id) for one in result.trajectories if one.reward == min(result.rewards)]
+        reward += f"  the lowest in {_rows(lowest)}"
     outcomes = ", ".join(f"{count} {name}" for name, count in figures["outcomes"].items())
     lines = [f"episodes   {', '.join(filter(None, (outcomes, f'{len(result.failures)} failed')))}"]
     if result.trajectories:
@@ -155,10 +162,14 @@ def _grouped(title: str, causes: Iterable[tuple[int, str]]) -> Iterator[str]:
         rows[" ".join(text.split())].append(row)
     commonest = sorted(rows.items(), key=lambda one: -len(one[1]))
     for text, where in commonest[:SHOWN]:
-        more = f" and {len(where) - 1} more" if len(where) > 1 else ""
-        yield f"{title} in row {min(where)}{more}: {text}"
+        yield f"{title} in {_rows(where)}: {text}"
     if len(commonest) > SHOWN:
         yield f"{title}: {len(commonest) - SHOWN} more causes"
+
+
+def _rows(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
+    return f"row {min(numbers)}{more}"
 
 
 def _row(name: str) -> int:

@@ -56,20 +56,19 @@ def run_recipe(
         if dry_run:
             return 0
         resume = resume or resume_if_any
-        if resume and (ended := _nothing_left(config)):
-            message = f"{config.name}: {ended}, nothing is left to do; a larger trainer.steps continues the run"
+        if resume and (message := _nothing_left(config)):
             console.print(message, markup=False, soft_wrap=True)
             return 0
         placement = _ray_placement(ray_address) if on_ray else None
         summary = asyncio.run(launch(with_stop_grace(config), resume=resume, placement=placement))
     except ConfigError as error:
-        return _complain(str(error), 2)
+        return _complain(str(error), 2, as_json=as_json)
     except (RoleFailed, StalledRun, VersionRefused, QueueError) as error:
-        return _complain(str(error), 1)
+        return _complain(str(error), 1, as_json=as_json)
     except (Interrupted, KeyboardInterrupt):
         where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""
         command = " ".join(["penstock run", str(recipe), *overrides, "--resume"])
-        return _complain(_interrupted(config, f"{command}{where}"), 130)
+        return _complain(_interrupted(config, f"{command}{where}"), 130, as_json=as_json)
     if as_json:
         print(summary.read_text(), end="")
     else:
@@ -87,13 +86,20 @@ def _interrupted(config: RunConfig | None, command: str) -> str:
 
 
 def _nothing_left(config: RunConfig) -> str:
-    """Return why the run in this folder is over if all its steps are trained, else an empty text."""
+    """Return a sentence if all steps of the run in this folder are trained, else an empty text."""
+    from penstock.deploy.run.launcher import changed_settings
+
+    run = RunDir.of(config)
     try:
-        summary = json.loads(RunDir.of(config).summary.read_text())
-        done = summary["steps"] >= config.trainer.steps and summary["ended"].startswith("all ")
-        return str(summary["ended"]) if done else ""
+        summary = json.loads(run.summary.read_text())
+        if summary["steps"] < config.trainer.steps or not summary["ended"].startswith("all "):
+            return ""
     except (OSError, ValueError, KeyError, AttributeError):
         return ""
+    changes = changed_settings(run, with_stop_grace(config))
+    unused = f"; without effect: {', '.join(changes)}" if changes else ""
+    left = f"{summary['ended']}, nothing is left to do; a larger trainer.steps continues the run"
+    return f"{config.name}: {left}{unused}"
 
 
 def _ray_placement(address: str | None) -> Placement:
@@ -119,6 +125,8 @@ def _refuse_doomed(config: RunConfig, *, here: bool, resume: bool) -> None:
     refuse_doomed(checks)
 
 
-def _complain(message: str, status: int) -> int:
+def _complain(message: str, status: int, *, as_json: bool) -> int:
     console.print(message, style="red", markup=False, soft_wrap=True)
+    if as_json:
+        print(json.dumps({"error": message}))
     return status

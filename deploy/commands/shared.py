@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -20,7 +22,7 @@ def own_or_shipped(recipe: Path | None) -> Path | None:
     shipped = RECIPES / Path(*recipe.parts[recipe.parts[:1] == ("recipes",) :])
     if recipe.is_absolute() or not shipped.is_file():
         return recipe
-    typer.secho(f"{recipe} is not in this folder; the recipe that ships is used: {shipped}", dim=True, err=True)
+    typer.secho(f"using the recipe that ships with Penstock: {shipped}", dim=True, err=True)
     return shipped
 
 
@@ -38,7 +40,23 @@ Recipe = Annotated[
     ),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value …", metavar="[KEY=VALUE]…")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+_json = ContextVar("json", default=False)
+"""The command prints JSON."""
+
+
+def _prints_json(value: bool) -> bool:
+    _json.set(value)
+    return value
+
+
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        callback=_prints_json,
+        help='Print one JSON object and nothing else; {"error": …} if the command fails.',
+    ),
+]
 RunName = Annotated[str, typer.Argument(help="A run's folder, or its name in --runs-dir.", metavar="RUN")]
 RunsDir = Annotated[Path, typer.Option(help="Folder that holds the runs.")]
 
@@ -54,8 +72,10 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def refuse(message: str) -> NoReturn:
-    """Prints the message and ends the command with status 2."""
+    """Prints the message, with --json also as ``{"error": …}``, and ends the command with status 2."""
     typer.secho(message, fg="red", err=True)
+    if _json.get():
+        typer.echo(json.dumps({"error": message}))
     raise typer.Exit(2)
 
 

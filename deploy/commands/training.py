@@ -13,7 +13,16 @@ from typing import Annotated, Never
 
 import typer
 
-from penstock.deploy.commands.shared import Overrides, Recipe, own_or_shipped, refuse, user_errors
+from penstock.deploy.commands.shared import (
+    Overrides,
+    Recipe,
+    RunName,
+    RunsDir,
+    folder_of_run,
+    own_or_shipped,
+    refuse,
+    user_errors,
+)
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -93,9 +102,10 @@ def evaluate(
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run's folder, runs/NAME.")],
+    run: RunName,
     folder: Annotated[Path, typer.Argument(help="The Hugging Face folder to be made.")],
     step: Annotated[int | None, typer.Option(help="Of which step; the newest checkpoint without it.")] = None,
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face folder, in one process, whatever number of ranks saved them.
 
@@ -105,17 +115,10 @@ def export(
     from penstock.deploy.run_dir import RunDir
     from penstock.trainer import NotSaved, export_checkpoint
 
-    place = RunDir(run)
     with user_errors(OSError, ValueError, NotSaved):
+        place = RunDir(folder_of_run(run, runs_dir))
         config = load_config(place.config)
-        checkpoints = sorted(path for path in place.checkpoints.glob("step_*") if not path.suffix)
-        matches = [path for path in checkpoints if step is None or path.name == f"step_{step:08d}"]
-        if not matches:
-            there = ", ".join(path.name for path in checkpoints) or "none"
-            raise FileNotFoundError(
-                f"{place.checkpoints} has no checkpoint{'' if step is None else f' of step {step}'}; there: {there}"
-            )
-        checkpoint = matches[-1]
+        checkpoint = place.checkpoints / f"step_{place.saved_step(step):08d}"
         done = export_checkpoint(checkpoint, config.model, config.trainer, folder)
     typer.echo(f"{folder}: the weights after {done} steps")
 

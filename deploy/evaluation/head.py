@@ -61,6 +61,8 @@ def evaluate_target(request: EvalRequest, *, as_json: bool = False) -> int:
 
     def complain(message: str, status: int) -> int:
         console.print(message, style="red", markup=False, soft_wrap=True)
+        if as_json:
+            print(json.dumps({"error": message}))
         return status
 
     try:
@@ -84,8 +86,9 @@ def evaluate_target(request: EvalRequest, *, as_json: bool = False) -> int:
         terminal.print(table_of(report))
     missing = len(plan.rows) * plan.samples - len(results)
     if missing:
-        return complain(f"{missing} episodes failed for the infrastructure; the same command runs them again", 1)
-    return 0
+        message = f"{missing} episodes failed for the infrastructure; the same command runs them again"
+        console.print(message, style="red", markup=False, soft_wrap=True)
+    return 1 if missing else 0
 
 
 def _evaluate(plan: EvalPlan, console: Console) -> list[EpisodeResult]:
@@ -151,7 +154,7 @@ async def _supervise(  # noqa: PLR0917 - called in one place
     watchdog = Watchdog(config, supervisor.members, logger.error)
     helpers = [
         asyncio.create_task(_watch(queue, watchdog), name="watchdog"),
-        asyncio.create_task(until_interrupted(asyncio.current_task()), name="interrupt"),
+        asyncio.create_task(until_interrupted(asyncio.current_task(), trains=False), name="interrupt"),
         *keepers,
     ]
     for number in range(config.rollout.servers):

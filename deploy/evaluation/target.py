@@ -143,16 +143,8 @@ def _model(request: EvalRequest, config: RunConfig, run: RunDir | None) -> tuple
     final = run.root / "final_model"
     if request.checkpoint is None and final.is_dir():
         return str(final), str(final), None
-    step = _step(run, request.checkpoint)
+    step = run.saved_step(None if request.checkpoint is None else int(request.checkpoint))
     return config.model, f"{run.root}, step {step}", step
-
-
-def _step(run: RunDir, step: str | None) -> int:
-    steps = sorted(int(path.name.removeprefix("step_")) for path in run.checkpoints.glob("step_*") if not path.suffix)
-    if not steps or (step is not None and int(step) not in steps):
-        there = ", ".join(map(str, steps)) or "none"
-        raise ConfigError(f"{run.root} has no checkpoint{f' of step {step}' if step else ''}; there: {there}")
-    return steps[-1] if step is None else int(step)
 
 
 def _rows(request: EvalRequest, config: RunConfig) -> list[DatasetRow]:

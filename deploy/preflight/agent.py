@@ -16,7 +16,7 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, refused, skipped
 from penstock.deploy.preflight.data import data_sources, first_rows
 from penstock.deploy.preflight.sandbox import open_sandbox, tools_need_boxes
-from penstock.tools import BaseTool, ToolConfigError, close_tools, make_tools
+from penstock.tools import BaseTool, ToolConfig, ToolConfigError, close_tools, make_tools
 
 if TYPE_CHECKING:
     from penstock.sandbox import Sandbox
@@ -41,28 +41,38 @@ def opened_tools(config: RunConfig) -> Iterator[Mapping[str, BaseTool]]:
 
 
 def check_template(config: RunConfig) -> Check | None:
+    """Check that the tools load, and that the model's chat template appends the turns that use them exactly."""
     if not Path(config.model).is_dir():
         return None
-    from penstock.agent_loops import AgentError, verify_sources
-    from penstock.agent_loops.chat import chat_of
+    from penstock.agent_loops import LoadError
     from penstock.sandbox import SandboxError
 
     try:
         with opened_tools(config) as tools:
-            chat = chat_of(config.model, config.agent)
-            verified = verify_sources(chat, config.agent, tools)
+            return _verify_template(config, tools)
     except SandboxError:
         return skipped("chat template", "it needs the tools, and they a sandbox: see `sandbox`")
-    except ToolConfigError as error:
-        return Check("tools", False, str(error), "correct this entry of `tools` in the recipe")
+    except (ToolConfigError, LoadError) as error:
+        return refused("tools", error, "correct this entry of `tools` in the recipe")
+
+
+def _verify_template(config: RunConfig, tools: Mapping[str, BaseTool]) -> Check:
+    """Raises `LoadError` for a set of tools that `agent.sources` names."""
+    from penstock.agent_loops import AgentError, LoadError, verify_sources
+    from penstock.agent_loops.chat import chat_of
+
+    name = "chat template"
+    try:
+        chat = chat_of(config.model, config.agent)
+        verified = verify_sources(chat, config.agent, tools)
+    except LoadError:
+        raise
     except (AgentError, OSError, ValueError) as error:
-        return Check(
-            "chat template", False, f"{config.model}: {error}", "correct what it names, or choose another model"
-        )
+        return Check(name, False, f"{config.model}: {error}", "correct what it names, or choose another model")
     detail = f"turns are appended exactly; verified on {verified.conversations} conversations"
     if roles := sorted(chat.renewing_roles):
         detail += f"; a new segment begins before messages of role {' and '.join(roles)}"
-    return Check("chat template", True, detail)
+    return Check(name, True, detail)
 
 
 def check_loop(config: RunConfig) -> Check | None:
@@ -193,17 +203,17 @@ QUESTION = {"query": "penstock doctor"}
 def check_search(config: RunConfig) -> list[Check]:
     """Search servers of the recipe. A web search is paid for by the question and is not asked."""
     tools = [entry for entry in config.tools if entry.name == "search" or entry.name.endswith(":SearchTool")]
-    return [asyncio.run(_ask(entry.settings)) for entry in tools]
+    return [check for entry in tools if (check := asyncio.run(_ask(entry))) is not None]
 
 
-async def _ask(settings: dict[str, Any]) -> Check:
-    from penstock.tools import TOKEN_VARIABLE, SearchTool, ToolInfraError
+async def _ask(entry: ToolConfig) -> Check | None:
+    from penstock.agent_loops import LoadError
+    from penstock.tools import TOKEN_VARIABLE, ToolInfraError
 
-    where = str(settings.get("url", "its usual address"))
     try:
-        tool = SearchTool(**settings)
-    except (TypeError, ValueError) as error:
-        return Check("search server", False, f"{where}: {error}", "correct the settings of the tool `search`")
+        (tool,) = make_tools([entry], None, partial(load_object, recipe_dir=Path.cwd())).values()
+    except (ToolConfigError, LoadError):
+        return None  # `check_template` says so
     try:
         await tool.execute(None, QUESTION)
     except ToolInfraError as error:
@@ -213,7 +223,7 @@ async def _ask(settings: dict[str, Any]) -> Check:
         return Check("search server", False, error.reason, fix)
     finally:
         await tool.close()
-    return Check("search server", True, f"{where} answers")
+    return Check("search server", True, f"{entry.settings.get('url', 'its usual address')} answers")
 
 
 def check_lengths(config: RunConfig) -> Check:

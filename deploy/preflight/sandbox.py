@@ -48,11 +48,11 @@ async def _try(config: RunConfig) -> None:
 
 
 def tools_need_boxes(config: RunConfig) -> bool:
-    """True for a tool that cannot be loaded as well: `check_template` reports it."""
+    """False for tools of which one cannot be loaded: `check_template` reports it, without a box."""
     try:
         return need_sandbox(config.tools, partial(load_object, recipe_dir=Path.cwd()))
     except (LoadError, ToolConfigError):
-        return True
+        return False
 
 
 def needs_boxes(config: RunConfig) -> bool:

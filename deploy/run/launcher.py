@@ -249,8 +249,8 @@ async def _run_page(process: RoleProcess) -> None:
         logger.warning("the run continues without its page: %s", error)
 
 
-async def until_interrupted(main: asyncio.Task[Any] | None) -> None:
-    """Raises `Interrupted` at the first Ctrl-C or SIGTERM: the run stops in order.
+async def until_interrupted(main: asyncio.Task[Any] | None, *, trains: bool = True) -> None:
+    """Raises `Interrupted` at the first Ctrl-C or SIGTERM: the run stops in order. `trains`: it saves a checkpoint.
 
     A second Ctrl-C cancels `main`, which stops the run in order: its processes are killed. Further SIGTERMs are
     ignored: a scheduler may signal the head more than once.
@@ -259,14 +259,16 @@ async def until_interrupted(main: asyncio.Task[Any] | None) -> None:
     loop = asyncio.get_running_loop()
 
     def on_second() -> None:
-        logger.warning("SIGINT again: the checkpoint under way is given up, the processes are killed")
+        given_up = "the checkpoint under way is given up, " if trains else ""
+        logger.warning("SIGINT again: %sthe processes are killed", given_up)
         if main is not None:
             main.cancel()
 
     def on_signal(number: signal.Signals) -> None:
         loop.add_signal_handler(signal.SIGINT, on_second)
         loop.add_signal_handler(signal.SIGTERM, event.set)
-        logger.warning("%s: saving a checkpoint and stopping every process of this run", number.name)
+        saving = "saving a checkpoint and " if trains else ""
+        logger.warning("%s: %sstopping every process of this run", number.name, saving)
         event.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):

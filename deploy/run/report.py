@@ -58,8 +58,8 @@ class Reporter:
         self._rows: list[dict[str, Any]] = []
         """The metrics of each step that `reward_warning` reads."""
         self._warned = False
-        self._blocks = set[str]()
-        """Waits for blocking user code that were reported."""
+        self._problems = set[str]()
+        """Waits for blocking user code and causes of failed attempts that were reported."""
         self._unrecorded = ""
         self.steps_done = 0
         self._bar: Progress | None = None
@@ -126,21 +126,14 @@ class Reporter:
         for row in rows:
             if row["step"] < self.steps_done:  # a replayed step was reported before
                 continue
-            self._say(
-                f"  step {row['step'] + 1:>3}/{self._config.trainer.steps}  reward {row['reward']:.3f}  "
-                f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  tokens {row['tokens']}  "
-                f"train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s{_faults(row)}"
-            )
+            self._say(f"  step {row['step'] + 1:>3}/{self._config.trainer.steps}  {_figures(row)}{_faults(row)}")
             self._remember(row)
             warning = reward_warning(self._rows)
             if warning and not self._warned:  # once for each stretch of such steps
                 self._say(f"  {warning}")
             self._warned = bool(warning)
-        for wait in sorted(set(status.waits_s if status is not None else ()) - self._blocks):
-            if wait.startswith(f"agent:{BLOCKING}"):
-                self._blocks.add(wait)
-                place = wait.removeprefix(f"agent:{BLOCKING}")
-                self._say(f"  {place} blocks every episode of its worker: await the call, or use asyncio.to_thread")
+        if status is not None:
+            self._show_problems(status)
         if self._bar is not None:
             pipeline = "queue away"
             if status is not None:
@@ -151,15 +144,36 @@ class Reporter:
                 )
             self._bar.update(self._task, completed=self.steps_done, description=pipeline)
 
+    def _show_problems(self, status: Status) -> None:
+        """Each problem once, also before the first step."""
+        for problem in sorted({*status.waits_s, *status.failures} - self._problems):
+            if problem in status.failures:
+                self._say(f"  an episode failed and is tried again: {problem}")
+            elif problem.startswith(f"agent:{BLOCKING}"):
+                place = problem.removeprefix(f"agent:{BLOCKING}")
+                self._say(f"  {place} blocks every episode of its worker: await the call, or use asyncio.to_thread")
+            self._problems.add(problem)
+
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.steps_done = max(self.steps_done, row["step"] + 1)
         facts = ("reward", "reward_std", "episodes", "faults", "attempts_failed")
-        self._rows.append({name: row[name] for name in facts if name in row})
+        if row["episodes"]:
+            self._rows.append({name: row[name] for name in facts if name in row})
 
     def _say(self, line: str) -> None:
         console = self._bar.console if self._bar is not None else self._console
         console.print(line, markup=False, soft_wrap=True)
         sys.stderr.flush()
+
+
+def _figures(row: Mapping[str, Any]) -> str:
+    """The figures of a step, for its line."""
+    if not row["episodes"]:
+        return "no episode could be trained on"
+    return (
+        f"reward {row['reward']:.3f}  staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  "
+        f"tokens {row['tokens_sampled']}  train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s"
+    )
 
 
 def _faults(row: Mapping[str, Any]) -> str:
@@ -279,7 +293,7 @@ def _rounded(value: float | None) -> str:
 
 
 def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    rewards = [row["reward"] for row in rows]
+    rewards = [row["reward"] for row in rows if row["episodes"]]
     first, last = _ends(len(rewards))
     return {
         "reward_first": _mean(rewards[:first]),

@@ -31,7 +31,7 @@ from penstock.deploy.preflight.model import check_model_here
 from penstock.deploy.preflight.settings import check_training_engine
 from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import refuse_doomed
-from penstock.deploy.run.launcher import Interrupted, until_interrupted
+from penstock.deploy.run.launcher import Interrupted, changed_settings, until_interrupted
 from penstock.deploy.run.plan import SUPERVISOR_S, trainer_stop_s
 from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir, RunLock, require_run
@@ -113,14 +113,27 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
         if not run.config.exists():
             # First: a folder with this file and no step counts as untrained, whenever it was left.
             run.write_config(config)
-        prepared = prepare(config, run.data)
+        changes = changed_settings(run, config) if resume else []
+        prepared = prepare(config, run.data, [one for one in changes if not one.startswith("trainer.")])
         steps = steps_of(config.sft, prepared.conversations)
+        if resume and _trained_steps(run) >= steps:
+            console.print(f"{config.name}: all {steps} steps are trained, nothing is left to do", markup=False)
+            return run.summary
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
         config = with_stop_grace(config)
         run.write_config(config)
         reporter = SftReporter(config, run, prepared, console)
         total = asyncio.run(_supervise(config, run, reporter))
         return write_sft_summary(config, run, prepared, total)
+
+
+def _trained_steps(run: RunDir) -> int:
+    """0 while the new model is not there."""
+    try:
+        summary = json.loads(run.summary.read_text(encoding="utf-8"))
+        return int(summary["steps"]) if Path(summary["model"]).is_dir() else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _check_out(config: RunConfig, *, resume: bool) -> None:

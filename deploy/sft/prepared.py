@@ -76,17 +76,17 @@ class Findings:
             self.bad.append(str(error))
 
 
-def prepare(config: RunConfig, folder: Path) -> PreparedData:
-    """The files in `folder`, made if they are not there. Raises `ConfigError`, `BadDemonstration`, `AgentError`,
+def prepare(config: RunConfig, folder: Path, changes: Sequence[str] = ()) -> PreparedData:
+    """The files in `folder`, made if they are not there. `changes`: settings since they were made, for the message.
+
+    Raises `ConfigError`, `BadDemonstration`, `AgentError`,
     `SandboxError`, `DataError`."""
     about, digest = folder / "about.json", _digest(config)
     if about.exists():
         existing = PreparedData(**json.loads(about.read_text(encoding="utf-8")))
         if existing.settings != digest:
-            raise ConfigError(
-                "sft: this run began with other data (sft.messages, runs, policy, filters, batch, model, tools or seed "
-                "have changed); start one with another name=…"
-            )
+            changed = "; ".join(changes) or "settings have changed"
+            raise ConfigError(f"sft: this run began with other data ({changed}); start one with another name=…")
         return existing
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("train", "validation"):  # of a life that ended before its about.json
@@ -203,13 +203,17 @@ def _row(one: Trajectory) -> int:
 def _short(
     config: RunConfig, conversations: Iterable[Sequence[Segment]], findings: Findings
 ) -> Iterator[Sequence[Segment]]:
-    """Without the rows that are longer than the model's context, or than sft.max_tokens."""
-    limit = config.sft.max_tokens
-    if not limit:
-        with no_torch():
-            from transformers import AutoConfig
+    """Without the rows that are longer than the model's context, or than sft.max_tokens.
 
-            limit = context_length(AutoConfig.from_pretrained(config.model).get_text_config().to_dict())
+    Raises `ConfigError` for an sft.max_tokens beyond the context.
+    """
+    with no_torch():
+        from transformers import AutoConfig
+
+        context = context_length(AutoConfig.from_pretrained(config.model).get_text_config().to_dict())
+    limit = config.sft.max_tokens or context
+    if limit > context:
+        raise ConfigError(f"sft.max_tokens: {limit} is more than the {context} positions of {config.model}")
     for segments in conversations:
         fitting = [one for one in segments if len(one.prompt_ids) + len(one.response_ids) <= limit]
         if len(fitting) < len(segments):

@@ -75,14 +75,18 @@ def step(reward: float = 0.0, std: float = 0.0, **faults: int) -> dict[str, obje
         ([step(**FAULTS)] * 4, ["last 4 steps are 0", "malformed calls (24 of 32 episodes)"]),
         (
             [step(0.28, 0.4)] * 8 + [step(**FAULTS)] * 3,
-            ["last 3 steps are 0", "0.28 before", "Lower trainer.lr", "fault: malformed calls"],
+            ["last 3 steps are 0", "0.28 before", "a lower trainer.lr", "fault: malformed calls"],
         ),
         ([step(1.0)] * 3, ["equal", "No episode had a fault"]),
+        (
+            [step()] * 3 + [step(**{"truncated (length)": 1})],
+            ["Only 1 of 32 episodes are truncated", "reward compares"],
+        ),
         (
             [step(**{"truncated (turns)": 8})] * 3,
             ["Look at what the reward compares", "24 of 24 are truncated (turns)"],
         ),
-        ([step(0.28, 0.4)] * 8 + [step(0.03, 0.1)] * 6, ["fell from 0.28 to 0.03", "Lower trainer.lr"]),
+        ([step(0.28, 0.4)] * 8 + [step(0.03, 0.1)] * 6, ["fell from 0.28 to 0.03", "a lower trainer.lr"]),
         ([step(0.28, 0.4), step(0.2, 0.4)] * 8, []),
         ([*[step()] * 9, step(0.5, 0.5)], []),
         ([step()] * 2, []),

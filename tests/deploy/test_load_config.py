@@ -41,8 +41,12 @@ def test_load_config_override_values(recipe: Path) -> None:
         ("rollout.broadcast_receive=in_place", ["rollout.broadcast_receive:", "rollout.weight_transport=broadcast"]),
         ("rollout.kv_offload_gb=8", ["rollout.kv_offload_gb:", "rollout.engine is hf"]),
         ("rollout.engine=tpu", ["rollout.engine:", "'hf', 'vllm', 'sglang' or 'served'"]),
-        ("agent.parser=hermez", ["1 problem\n", "  agent.parser: ", "'auto', 'hermes'", "Format of the model's"]),
-        ("tools=[guess.py:Guess]", ["tools: guess.py:Guess", "write tools='[{name: guess.py:Guess}]'"]),
+        (
+            "agent.parser=hermez",
+            ["override 'agent.parser=hermez': agent.parser: ", "'auto', 'hermes'", "Format of the"],
+        ),
+        ("max_staleness=asynch", ["must be sync, one_step_off, fully_async or a number"]),
+        ("tools=absent.yaml", ["absent.yaml: no YAML file with a list of tools"]),
         ("group_size=0", ["group_size:", "greater than or equal to 1", "Episodes per task"]),
         ("trainer", ["override 'trainer'", "section.key=value"]),
         ("trainer.lr=[1", ["override 'trainer.lr=[1'", "not valid YAML", "expected ',' or ']'"]),
@@ -50,8 +54,8 @@ def test_load_config_override_values(recipe: Path) -> None:
         ("batch_size=1", ["batch_size: no such key; did you mean 'groups_per_step'?"]),
         ("trainer.zzz=1", ["trainer.zzz: no such key; valid keys here are, the nearest first, "]),
         ("transfer_queue.url=http://x", ["transfer_queue.url: ", "redis://, rediss:// or unix://"]),
-        ("trainer.lr={a", ["while parsing a flow mapping: expected"]),
-        ("tools=My_tool.py:Guess", ["My_tool.py:Guess", "write tools='[{name: ", "}]'"]),
+        ("trainer.lr={a", ["while parsing a flow mapping: expected", "; close its bracket"]),
+        ("trainer.lr=a: b: c", ["; quote text as"]),
         ("model.name=x", ["'model' is a value, not a section"]),
         ("name=../evil", ["name:", "Names runs/NAME"]),
     ],
@@ -61,6 +65,35 @@ def test_mistakes_name_the_key_and_the_mend(recipe: Path, override: str, words: 
         load_config(recipe, [override])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_mistake_of_an_override_is_not_the_files(recipe: Path) -> None:
+    with pytest.raises(ConfigError) as of_override:
+        load_config(recipe, ["trainer.lrr=1", "trainer.lr=2"])
+    assert str(of_override.value).startswith("override 'trainer.lrr=1': trainer.lrr: no such key")
+    recipe.write_text(recipe.read_text() + "groups: 3\n")
+    with pytest.raises(ConfigError) as of_both:
+        load_config(recipe, ["trainer.lrr=1"])
+    head, *lines = str(of_both.value).splitlines()
+    assert head == f"{recipe}: 2 problems"
+    assert sorted(line.split(": ")[0].strip() for line in lines) == ["groups", "override 'trainer.lrr=1'"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "names"),
+    [
+        ("[python, My_tool.py:Guess]", ["python", "My_tool.py:Guess"]),
+        ("My_tool.py:Guess", ["My_tool.py:Guess"]),
+        ("{name: python}", ["python"]),
+        ("", []),
+    ],
+)
+def test_tools_may_be_names_alone(recipe: Path, tools: str, names: list[str]) -> None:
+    (recipe.parent / "My_tool.py").write_text("")
+    config = load_config(recipe, [f"tools={tools}"])
+    assert [tool.name for tool in config.tools] == [
+        f"{recipe.parent.resolve()}/{name}" if ".py:" in name else name for name in names
+    ]
 
 
 @pytest.mark.parametrize("key", SINCE_0_2)
@@ -110,7 +143,7 @@ def test_a_shipped_recipe_is_found_from_any_folder(tmp_path: Path, monkeypatch: 
 
 
 def test_all_problems_are_named_at_once(recipe: Path) -> None:
-    with pytest.raises(ConfigError, match=r"2 problems"):
+    with pytest.raises(ConfigError, match=r"agent\.wokers.*\n.*trainer\.lrr"):
         load_config(recipe, ["trainer.lrr=1", "agent.wokers=3"])
 
 

@@ -59,6 +59,7 @@ async def test_registry_names_paths_settings_and_order() -> None:
         ("penstock.tools.python.STATE_LOST", {}, "a BaseTool subclass or a @function_tool is needed"),
         ("python", {}, "tool python needs a sandbox"),
         ("add", {"settings": {"x": 1}}, "takes no settings"),
+        ("search", {"settings": {"urls": "http://x"}}, "unknown setting 'urls'; did you mean 'url'\\?"),
         ("echo", {"settings": {"time": 2}}, "unknown setting 'time'; did you mean 'times'\\?$"),
     ],
 )

@@ -51,7 +51,9 @@ def test_ls_sums_up_by_any_column_and_takes_conditions(folder: Path) -> None:
         (step, 2, 0.5, 4) for step in range(3)
     ]
     words = ("--by", "episode", "--where", "reward<0.5", "--where", "step>=1", "--where", "data_source=sums")
-    assert [line.split()[0] for line in ask("ls", folder, *words).stdout.splitlines()[1:]] == ["train/1#0", "train/2#0"]
+    heading, *lines = (line.split() for line in ask("ls", folder, *words).stdout.splitlines())
+    assert [line[0] for line in lines] == ["train/1#0", "train/2#0"]
+    assert [line[heading.index("task")] for line in lines] == ["train/1", "train/2"]
 
 
 @pytest.mark.parametrize(("where", "number"), [("=", 2), (">=", 3), (">", 1), ("<=", 4), ("<", 2)])
@@ -96,6 +98,9 @@ def test_show_reads_an_episode_as_the_trainer_saw_it(folder: Path) -> None:
 
 
 def test_exported_episodes_are_recorded_trajectories(folder: Path, tmp_path: Path) -> None:
+    refused = ask("export", folder, str(tmp_path / "best"), "--where", "reward>=2", code=2)
+    assert "no checkpoint has an episode that fulfils --where" in refused.stderr
+    assert not (tmp_path / "best").exists()
     ask("export", folder, str(tmp_path / "best"), "--where", "reward>=1")
     files = sorted((tmp_path / "best" / "trajectories").iterdir())
     assert [path.name for path in files] == [f"step_{step:06d}.jsonl" for step in range(3)]

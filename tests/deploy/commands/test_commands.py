@@ -165,11 +165,30 @@ async def test_a_mistake_is_one_message(
 ) -> None:
     for name in ("PENSTOCK_QUEUE", "PENSTOCK_RUN", "PENSTOCK_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    for name, text in {"runs/mine/config.yaml": "name: mine", "bad/train.jsonl": "{}", "bad/test.jsonl": "no"}.items():
+    begun = {
+        "runs/mine/config.yaml": "name: mine",
+        "runs/mine/metrics.jsonl": "{}",
+        "runs/mint/config.yaml": "name: mint",
+    }
+    for name, text in {**begun, "bad/train.jsonl": "{}", "bad/test.jsonl": "no"}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.chdir(tmp_path)
     assert message in (await invoke(*words, code=2)).stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("status", "mien"), ("rehearse", "none.yaml", "--policy", "x"), ("run", "none.yaml"), ("eval", "none.yaml")],
+)
+async def test_json_holds_the_error_of_a_command_that_fails(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failed = await invoke(*words, "--json", code=2)
+    message = json.loads(failed.stdout)["error"]
+    assert words[1] in message
+    assert message.split() == failed.stderr.split()
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,8 @@ SETTINGS: list[tuple[Asked, list[str], str, str]] = [
     (check_data, ["data.train=generate:calculator/test"], "data", "generators are calculator/train"),
     (check_loop, ["agent.loop=tool_agnt"], "agent.loop", "did you mean 'tool_agent'"),
     (check_template, ["tools=[{name: pyton}]"], "tools", "correct this entry"),
+    (check_template, ["tools=[python, /nowhere/tool.py:Guess]"], "tools", "correct this entry"),
+    (check_template, ["tools=[{name: python, settings: {x: 1}}]"], "tools", "unknown setting 'x'"),
     (check_reward, ["agent.reward=", "tools=[]"], "agent.reward", "no loop and no tool gives a reward"),
     (check_reward, ["agent.reward=", "tools=[{name: python}]"], "agent.reward", "set agent.reward=FILE"),
     (check_reward, ["agent.reward=/nowhere/no_reward.py:score"], "agent.reward", r"/nowhere/no_reward\.py"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,32 @@ async def test_blocking_user_code_is_reported_once(
     assert [line.split()[:3] for line in warnings] == [["/mine/my_tool.py:12", "in", "call"]]
 
 
+async def test_causes_of_failed_episodes_are_reported_once(
+    config: RunConfig, queue: MemoryTransferQueue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir.of(config)
+    reporter = Reporter(config, run, queue, [], LivesFile(run.lives))
+    for count in (1, 2):
+        reporter._report(replace(await queue.status(), failures={"sandbox: no box is free": count}))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "tried again" in line]
+    assert lines == ["  an episode failed and is tried again: sandbox: no box is free"]
+
+
+async def test_a_step_without_episodes_is_in_no_mean(
+    config: RunConfig, queue: MemoryTransferQueue, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir.of(config)
+    reporter = Reporter(config, run, queue, [], LivesFile(run.lives))
+    nothing = {**step(1, 0, None), **full_step(1), "reward": 0.0, "episodes": 0}
+    write_lines(run.metrics, [{**step(0, 30, 0.1), **full_step(0)}, nothing])
+    reporter._report(None)
+    assert "step   2/50  no episode could be trained on" in capsys.readouterr().err
+    summary = await write_summary(config, run, queue, LivesTotal(1, 1.0, {}))
+    assert (summary["reward_first"], summary["reward_last"]) == (1.0, 1.0)
+
+
 def full_step(number: int) -> dict[str, Any]:
-    names = ("reward", "staleness_mean", "staleness_max", "tokens", "train_s", "wait_s")
+    names = ("reward", "staleness_mean", "staleness_max", "tokens_sampled", "train_s", "wait_s", "episodes")
     return {"step": number, **dict.fromkeys(names, 1)}
 
 

@@ -96,6 +96,7 @@ def test_what_sft_cannot_begin_with_is_refused_with_its_field_and_a_fix(tmp_path
     for given, words, resume in (
         ([policy], ["data: ", "none.parquet: no such file", "fix: "], False),
         (["sft.messages=none.jsonl"], ["name: ", "no such run", "fix: ", "--resume"], True),
+        ([policy.rpartition(":")[0]], ["name what to take from this file, as ", "policies.py:NAME"], False),
     ):
         assert fine_tune_recipe(recipe, [f"runs_dir={tmp_path / 'runs'}", *given], resume=resume) == 2
         printed = capsys.readouterr().err
@@ -128,6 +129,9 @@ def test_messages_become_a_model(tmp_path: Path, start: Start) -> None:
     log = run.log.read_text()
     for words in ("24 conversations", "validation loss", "mine-sft: all 12 steps are trained", f"model      {root}"):
         assert words in log
+    start(*given, "--resume").finish()
+    assert "all 12 steps are trained, nothing is left to do" in run.log.read_text()
+    assert len(lines(root / "metrics.jsonl")) == 12
     assert "{" not in log
     start("sft.messages=messages.jsonl").finish(status=2)
     assert "holds an earlier run" in run.log.read_text()
@@ -186,7 +190,7 @@ def test_sigterm_saves_and_resume_continues(tmp_path: Path, start: Start) -> Non
     done = len(lines(metrics))
     assert (root / "checkpoints" / f"step_{done:08d}" / "complete").exists()
     start(*given, "sft.max_tokens=100", "--resume").finish(status=2)
-    assert "began with other data" in run.log.read_text()
+    assert "began with other data (sft.max_tokens: 0 → 100)" in run.log.read_text()
     start(*given, "--resume").finish()
     assert [row["step"] for row in lines(metrics)] == list(range(LONG))
     assert f"step {done}" in (root / "logs" / "trainer.log").read_text()
