@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.deploy.commands.shared import user_errors
+from penstock.deploy.commands.shared import refuse, user_errors
 
 if TYPE_CHECKING:
     from penstock.deploy.migrate.convert import Migration
@@ -25,8 +25,12 @@ def from_verl(
     ] = None,
     *,
     out: Annotated[Path | None, typer.Option(help="Write the recipe here instead of to the standard output.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if a given key has no counterpart.")] = False,
-    everything: Annotated[bool, typer.Option("--all", help="List also the keys that need no counterpart.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Write nothing and exit with 1 if a given key has no counterpart.")
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List also the keys that were taken over or need no counterpart.")
+    ] = False,
 ) -> None:
     """Make a recipe of verl's settings: the same data and reward function, other names.
 
@@ -39,25 +43,30 @@ def from_verl(
     from penstock.deploy.migrate.source import BadSource, read_source
     from penstock.deploy.migrate.table import load_table
 
+    if source is None:
+        refuse("give verl's YAML file, the shell script that starts main_ppo, or settings as a.b=value")
+    if out is not None and out.exists():
+        refuse(f"{out} is there already: remove it, or write to another file")
     words = list(overrides or [])
-    if source is not None and "=" in source.name and not source.exists():
+    if "=" in source.name and not source.exists():
         words, source = [str(source), *words], None  # without a file the first word is an override already
     with user_errors(BadSource):
         migration = migrate(read_source(source, words), load_table("verl"))
         migration.check()
     _print_summary(migration, everything)
+    if strict and migration.account.unmapped:
+        raise typer.Exit(1)
     if out is None:
         typer.echo(migration.yaml(), nl=False)
     else:
         out.write_text(migration.yaml(), encoding="utf-8")
         typer.echo(f"{out} is written; next: penstock doctor {out}", err=True)
-    raise typer.Exit(1 if strict and migration.account.unmapped else 0)
 
 
 def _print_summary(migration: Migration, everything: bool) -> None:
-    for key, ours in migration.account.mapped.items():
-        typer.echo(f"{key} → {ours}", err=True)
     if everything:
+        for key, ours in migration.account.mapped.items():
+            typer.echo(f"{key} → {ours}", err=True)
         for key, why in migration.account.ignored.items():
             typer.echo(f"{key}: nothing to set; {why}", err=True)
     for one in migration.account.unmapped:

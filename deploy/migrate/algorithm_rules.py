@@ -168,9 +168,10 @@ def schedule(verl: VerlSettings) -> Iterator[Setting]:
         yield "trainer.warmup_steps", warmup if warmup > 0 else round(share * (steps or 0))
     elif share:
         verl.lose(f"{optim}.lr_warmup_steps_ratio", "a share of an unknown number of steps: set trainer.warmup_steps")
-    kind = verl[f"{optim}.lr_scheduler_type"]
+    key = next(one for one in (f"{optim}.warmup_style", f"{optim}.lr_scheduler_type") if verl[one])
+    kind = verl[key]
     if kind not in ("constant", "linear"):
-        verl.lose(f"{optim}.lr_scheduler_type", f"{kind} is not here: linear, to the same floor")
+        verl.lose(key, f"{kind} is not here: linear, to the same floor")
     if kind != "constant":
         yield "trainer.lr_schedule", "linear"
         yield "trainer.lr_floor", float(verl[f"{optim}.min_lr_ratio"] or 0.0)
@@ -190,7 +191,9 @@ def steps_of(verl: VerlSettings) -> int | None:
         return max(1, int(verl["rollout.total_rollout_steps"]) // verl.groups_per_step)
     rows = _rows_of(dict(data(verl)).get("data.train", ""))
     if rows is None:
-        verl.lose("trainer.total_epochs", "the training file is not here to be counted: set trainer.steps")
+        verl.lose(
+            "trainer.total_epochs", "the training file is not here to be counted: set trainer.steps, else it is 40"
+        )
         return None
     return max(1, int(verl["trainer.total_epochs"]) * rows // verl.groups_per_step)
 

@@ -14,7 +14,7 @@ from penstock.deploy.migrate.algorithm_rules import ALGORITHM_RULES
 from penstock.deploy.migrate.run_rules import RUN_RULES
 from penstock.deploy.migrate.script import COMMAND
 from penstock.deploy.migrate.settings import VerlSettings
-from penstock.deploy.migrate.source import BadSource
+from penstock.deploy.migrate.source import BadSource, GivenSettings
 from penstock.deploy.migrate.table import Name, Table
 
 SHORT_CHARS = 60
@@ -62,13 +62,13 @@ class Migration:
         return parse_config({**self.recipe, **({"tools": []} if elsewhere else {})}, source="the recipe that was made")
 
 
-def migrate(flat: Mapping[str, Any], table: Table) -> Migration:
-    """`flat`: dotted key → value, as given. Settings that are not given have the framework's defaults, not ours.
+def migrate(given: GivenSettings, table: Table) -> Migration:
+    """Convert settings to a recipe. Settings that are not given have the framework's defaults, not ours.
 
     Raises `BadSource` where a value that must be a number is none.
     """
     account = KeyAccount()
-    flat = dict(_readable(flat, table, account))
+    flat = dict(_readable(given.values, table, account))
     settings = dict(_defaults(flat, table))
     for key, value in flat.items():
         _enter(key, value, table, account, settings)
@@ -81,7 +81,7 @@ def migrate(flat: Mapping[str, Any], table: Table) -> Migration:
     for key, why in verl.lost.items():
         account.mapped.pop(key, None)
         account.unmapped.append(Unmapped(key, verl[key], why))
-    return Migration(_nested(settings), account, verl.notes)
+    return Migration(_nested(settings), account, [*given.notes, *verl.notes])
 
 
 def _readable(flat: Mapping[str, Any], table: Table, account: KeyAccount) -> Iterator[tuple[str, Any]]:

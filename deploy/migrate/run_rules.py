@@ -22,11 +22,26 @@ def leaving(verl: VerlSettings) -> Iterator[Setting]:
         re.sub(r"[^A-Za-z0-9._-]+", "-", str(verl["trainer.experiment_name"])).strip("-._")[:64] or "run",
     )
     save = int(verl["trainer.save_freq"] or -1)
-    # If verl saves no checkpoints, every tenth step does: else a run could not continue after a crash.
     yield "trainer.checkpoint_every", save if save > 0 else 10
+    if save <= 0 and verl.has("trainer.save_freq"):
+        verl.note("save_freq: every tenth step is saved, since a run without checkpoints cannot continue after a crash")
     test = int(verl.first("rollout.test_freq", "trainer.test_freq") or -1)
     if test > 0:
         yield "trainer.eval_every", test
+
+
+def sinks(verl: VerlSettings) -> Iterator[Setting]:
+    """Only if the loggers are given: verl's default is W&B, which needs an account."""
+    if not verl.has("trainer.logger"):
+        return
+    value = verl["trainer.logger"]
+    loggers = [value] if isinstance(value, str) else list(value or [])
+    if "wandb" in loggers:
+        yield "trainer.sinks", ["tensorboard", "wandb"]
+        if verl["trainer.project_name"]:
+            yield "trainer.wandb.project", str(verl["trainer.project_name"])
+    if others := sorted(set(loggers) - {"console", "file", "tensorboard", "wandb"}):
+        verl.lose("trainer.logger", f"{', '.join(others)}: write it as a function and name it in trainer.sinks")
 
 
 def data(verl: VerlSettings) -> Iterator[Setting]:
@@ -73,10 +88,10 @@ def agent(verl: VerlSettings) -> Iterator[Setting]:
     if verl.has(f"{ROLLOUT}.agent.default_agent_loop") and loop not in ("single_turn_agent", "tool_agent"):
         verl.lose(f"{ROLLOUT}.agent.default_agent_loop", f"{loop}: write it as an AgentLoopBase and name FILE.py:Class")
     yield "agent.loop", "tool_agent" if multi else "single_turn"
-    yield (
-        "agent.max_turns",
-        verl.first(f"{turns}.max_assistant_turns", f"{turns}.max_user_turns") or (MAX_TURNS if multi else 1),
-    )
+    by_assistant, by_user = (verl[f"{turns}.max_{side}_turns"] for side in ("assistant", "user"))
+    # verl counts the results of tools as the user's turns; the model answers the last of them.
+    bounds = [*([int(by_assistant)] if by_assistant else []), *([int(by_user) + 1] if by_user else [])]
+    yield "agent.max_turns", min(bounds) if bounds else (MAX_TURNS if multi else 1)
     if tools:
         file = Path(str(tools)).expanduser()
         yield "tools", str(file)
@@ -213,5 +228,5 @@ def lora(verl: VerlSettings) -> Iterator[Setting]:
 
 
 RUN_RULES: tuple[Callable[[VerlSettings], Iterator[Setting]], ...] = (
-    *(leaving, model, data, sizes, lengths, agent, sampling, reward, engine_arguments, placement, engine, lora),
+    *(leaving, sinks, model, data, sizes, lengths, agent, sampling, reward, engine_arguments, placement, engine, lora),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from penstock.datasets import BadExpression, canonical, evaluate
@@ -31,6 +31,7 @@ _OWN_FOLDER = re.compile(
     r"(?:dirname(?:\$0|\$\{?BASH_SOURCE(?:\[0\]\})?\}?)|cd\$\(dirname(?:\$0|\$\{?BASH_SOURCE(?:\[0\]\})?\}?)\)"
     r"(?:>/dev/null(?:2>&1)?)?&&pwd(?:-P)?)"
 )
+_CONDITION, _END = re.compile(r"\s*(?:if|case)\b"), re.compile(r"\s*(?:fi|esac)\b")
 GROUPS = ("model_engine",)
 """Settings without a dot that are no variables of a script: hydra's groups."""
 
@@ -43,23 +44,45 @@ class ShellScript:
         self._folder = folder
         self._variables = {"HOME": str(Path.home())}
         self._arrays: dict[str, list[str]] = {}
+        self._depth = 0
+        """Conditions around the present command."""
+        self.conditional = list[str]()
+        """Variables, arrays and settings that a branch of an ``if`` or ``case`` sets: the last branch counts."""
 
     def read(self, text: str) -> dict[str, str]:
-        """Return dotted key → text of its value. Raises `ValueError` for a quotation that has no end."""
-        settings = {}
+        """Return dotted key → text of its value. Raises `ValueError` for a quotation that has no end, and for a script
+        that starts several runs."""
+        runs = list[dict[str, str]]()
         for command in _commands(text):
+            self._depth += _CONDITION.match(command) is not None
+            self._depth -= _END.match(command) is not None
             if array := _ARRAY.fullmatch(command):
                 before = self._arrays.get(array[1], []) if array[2] else []
                 self._arrays[array[1]] = [*before, *self._words(array[3])]
-                continue
-            for word in self._words(command):
-                setting, assignment = SETTING.fullmatch(word), _ASSIGNMENT.fullmatch(word)
-                if setting and ("." in setting[1] or setting[1] in GROUPS):
-                    settings[setting[1]] = setting[2]
-                elif assignment:
-                    start = self._variables.get(assignment[1], "") if assignment[2] else ""
-                    self._variables[assignment[1]] = start + assignment[3]
+                self._note_branch([array[1]])
+            elif settings := self._read_command(command):
+                runs.append(settings)
+                self._note_branch(settings)
+        if len(runs) > 1:
+            raise ValueError(f"it starts {len(runs)} runs, perhaps in branches of an `if`: keep one of them")
+        return runs[0] if runs else {}
+
+    def _read_command(self, command: str) -> dict[str, str]:
+        """The settings in a command's words; its assignments are made."""
+        settings = {}
+        for word in self._words(command):
+            setting, assignment = SETTING.fullmatch(word), _ASSIGNMENT.fullmatch(word)
+            if setting and ("." in setting[1] or setting[1] in GROUPS):
+                settings[setting[1]] = setting[2]
+            elif assignment:
+                start = self._variables.get(assignment[1], "") if assignment[2] else ""
+                self._variables[assignment[1]] = start + assignment[3]
+                self._note_branch([assignment[1]])
         return settings
+
+    def _note_branch(self, names: Iterable[str]) -> None:
+        if self._depth:
+            self.conditional += [name for name in names if name not in self.conditional]
 
     def _words(self, command: str) -> Iterator[str]:
         """The words of a command, each put in when it is asked for: an earlier one may set its variable.

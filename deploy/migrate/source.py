@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,39 @@ class BadSource(ValueError):
     """The file, an override or a value cannot be read; the text names it."""
 
 
-def read_source(source: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Dotted key → value. Overrides win over the file, later ones over earlier ones. Raises `BadSource`."""
-    flat = _of_file(source) if source else {}
+@dataclass(frozen=True, slots=True)
+class GivenSettings:
+    """The settings of a file and overrides."""
+
+    values: Mapping[str, Any]
+    """By dotted key."""
+    notes: Sequence[str] = ()
+    """Remarks for a person about how the file was read."""
+
+
+def read_source(source: Path | None, overrides: Sequence[str]) -> GivenSettings:
+    """Overrides win over the file, later ones over earlier ones; ``~a.b`` takes a setting out. Raises `BadSource`."""
+    read = _of_file(source) if source else GivenSettings({})
+    flat = dict(read.values)
     for override in overrides:
+        if override.startswith("~"):
+            removed = override[1:].partition("=")[0]
+            flat = {key: value for key, value in flat.items() if not f"{key}.".startswith(f"{removed}.")}
+            continue
         match = SETTING.fullmatch(override)
         if match is None:
             raise BadSource(f"override {override!r}: write it as a.b=value")
         flat.update(_flattened(_value(match.group(2)), match.group(1)))
-    return {key: _resolved(value, flat) for key, value in flat.items()}
+    return GivenSettings({key: _resolved(value, flat) for key, value in flat.items()}, read.notes)
 
 
 # files ----------------------------------------------------------------------------------------------------------------
-def _of_file(path: Path) -> dict[str, Any]:
+def _of_file(path: Path) -> GivenSettings:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise BadSource(f"{path}: {error.strerror}") from error
-    return _of_script(text, path) if path.suffix in (".sh", ".bash") else _of_yaml(text, path)
+    return _of_script(text, path) if path.suffix in (".sh", ".bash") else GivenSettings(_of_yaml(text, path))
 
 
 def _of_yaml(text: str, path: Path) -> dict[str, Any]:
@@ -50,9 +66,10 @@ def _of_yaml(text: str, path: Path) -> dict[str, Any]:
     return _flattened(tree)
 
 
-def _of_script(text: str, path: Path) -> dict[str, Any]:
+def _of_script(text: str, path: Path) -> GivenSettings:
+    script = ShellScript(path.resolve().parent)
     try:
-        texts = ShellScript(path.resolve().parent).read(text)
+        texts = script.read(text)
     except ValueError as error:
         raise BadSource(f"{path}: {error}") from error
     if not texts:
@@ -60,7 +77,9 @@ def _of_script(text: str, path: Path) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for key, value in texts.items():
         settings.update(_flattened(_value(value), key))
-    return settings
+    names = ", ".join(script.conditional)
+    note = f"branches of an `if` in {path.name} set {names}: the last branch counts here, check these values"
+    return GivenSettings(settings, [note] if names else [])
 
 
 # values ---------------------------------------------------------------------------------------------------------------

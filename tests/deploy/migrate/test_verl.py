@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from penstock.deploy import RunConfig, app, load_config
 from penstock.deploy.migrate.convert import Migration, migrate
-from penstock.deploy.migrate.source import BadSource, read_source
+from penstock.deploy.migrate.source import BadSource, GivenSettings, read_source
 from penstock.deploy.migrate.table import ABSENT, load_table
 
 ROOT = Path(__file__).parents[3]
@@ -34,11 +34,11 @@ def recipe(*overrides: str) -> RunConfig:
     return made(*overrides).check()
 
 
-def assert_nothing_lost(flat: dict[str, Any], migrated: Migration) -> None:
+def assert_nothing_lost(given: GivenSettings, migrated: Migration) -> None:
     account = migrated.account
     parts = [set(account.mapped), {one.key for one in account.unmapped}, set(account.ignored)]
-    assert set().union(*parts) == set(flat)
-    assert sum(map(len, parts)) == len(flat), "each key is told once"
+    assert set().union(*parts) == set(given.values)
+    assert sum(map(len, parts)) == len(given.values), "each key is told once"
 
 
 # the table --------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_verls_own_defaults_are_known_and_lose_nothing(kind: str) -> None:
 def test_the_tables_defaults_are_verls() -> None:
     if not REAL["main_ppo"].is_file():
         pytest.skip(f"verl is not in {PARITY}: scripts/setup-parity fetches it")
-    flat = read_source(REAL["main_ppo"], ())
+    flat = read_source(REAL["main_ppo"], ()).values
     rows = [name for name in load_table("verl").names if name.default != ABSENT and name.theirs in flat]
     assert len(rows) > 80
     differing = {name.theirs: (name.default, flat[name.theirs]) for name in rows if name.default != flat[name.theirs]}
@@ -177,6 +177,12 @@ CONVERSIONS: list[tuple[list[str], dict[str, Any]]] = [
         {"rollout.engine": "sglang", "rollout.sglang_args.tp_size": 2, "rollout.vllm_args": {}},
     ),
     (
+        ["trainer.logger=[console,wandb]", "trainer.project_name=mine"],
+        {"trainer.sinks": ("tensorboard", "wandb"), "trainer.wandb.project": "mine"},
+    ),
+    ([], {"trainer.sinks": ("tensorboard",)}),
+    ([f"{ACTOR}.optim.warmup_style=cosine"], {"trainer.lr_schedule": "linear"}),
+    (
         ["model_engine=megatron", f"{ACTOR}.megatron.tensor_model_parallel_size=4"],
         {"trainer.engine": "megatron", "trainer.parallel.tensor": 4},
     ),
@@ -240,6 +246,7 @@ def test_tools_and_turns() -> None:
     words = (f"{MULTI}.enable=true", f"{MULTI}.max_assistant_turns=5", f"{MULTI}.tool_config_path=tools.yaml")
     tree = made(*words).recipe
     assert (tree["agent"]["loop"], tree["agent"]["max_turns"], tree["tools"]) == ("tool_agent", 5, "tools.yaml")
+    assert made(*words, f"{MULTI}.max_user_turns=2").recipe["agent"]["max_turns"] == 3
 
 
 # what has no counterpart ----------------------------------------------------------------------------------------------
@@ -254,6 +261,9 @@ def test_tools_and_turns() -> None:
         ("data.train_files=[a.parquet, b.parquet]", "join them"),
         ("reward_model.enable=true", "penstock reward-server"),
         ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "cosine is not here"),
+        ("actor_rollout_ref.actor.optim.warmup_style=cosine", "cosine is not here: linear"),
+        ("trainer.logger=[console,swanlab]", "swanlab: write it as a function"),
+        ("trainer.val_before_train=true", "penstock eval"),
         ("actor_rollout_ref.model.trust_remote_code=true", "code of their own"),
         ("actor_rollout_ref.actor.freeze_vision_tower=true", "the whole model learns"),
         ("distillation.enabled=true", "agent.teachers and trainer.distill"),
@@ -310,7 +320,14 @@ def test_a_script_is_read_and_the_recipe_loads(tmp_path: Path, monkeypatch: pyte
     assert config.data.eval == f"{Path.home()}/gsm8k/test.parquet"
     assert "# no counterpart: critic.ppo_epochs=2" in out.read_text()
     assert "critic.ppo_epochs=2" in done.stderr
+    assert "3e-06" not in done.stderr, "what was taken over is listed by --all alone"
+    again = CliRunner().invoke(app, words)
+    assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+    out.unlink()
     assert CliRunner().invoke(app, [*words, "--strict"]).exit_code == 1
+    assert not out.exists()
+    nothing = CliRunner().invoke(app, ["config", "from-verl"])
+    assert (nothing.exit_code, "give verl's YAML file" in nothing.stderr) == (2, True)
     alone = CliRunner().invoke(app, ["config", "from-verl", *SHORT])
     assert yaml.safe_load(alone.stdout)["trainer"]["steps"] == 10
 
@@ -335,7 +352,7 @@ LAUNCH = "python3 -m verl.trainer.main_ppo"
 )
 def test_words_of_a_script_are_those_of_bash(tmp_path: Path, script: str, expected: dict[str, Any]) -> None:
     (tmp_path / "run.sh").write_text(script)
-    assert read_source(tmp_path / "run.sh", ()) == expected
+    assert read_source(tmp_path / "run.sh", ()).values == expected
 
 
 @pytest.mark.parametrize(
@@ -349,7 +366,23 @@ def test_words_of_a_script_are_those_of_bash(tmp_path: Path, script: str, expect
 )
 def test_a_scripts_own_folder_is_known(tmp_path: Path, folder: str) -> None:
     (tmp_path / "run.sh").write_text(f'HERE="{folder}"\n{LAUNCH} custom_reward_function.path="$HERE/r.py"\n')
-    assert read_source(tmp_path / "run.sh", ()) == {"custom_reward_function.path": str(tmp_path / "r.py")}
+    assert read_source(tmp_path / "run.sh", ()).values == {"custom_reward_function.path": str(tmp_path / "r.py")}
+
+
+def test_branches_of_a_script_are_named(tmp_path: Path) -> None:
+    script = f"if $BIG; then\n  n=8\nelse n=4\nfi\nrate=1\n{LAUNCH} {N}=$n {LR}=$rate\n"
+    (tmp_path / "run.sh").write_text(script)
+    given = read_source(tmp_path / "run.sh", ())
+    assert given.values == {N: 4, LR: 1}
+    assert list(given.notes) == ["branches of an `if` in run.sh set n: the last branch counts here, check these values"]
+    assert f"# {given.notes[0]}" in migrate(given, load_table("verl")).yaml()
+    (tmp_path / "two.sh").write_text(f"{LAUNCH} {N}=8\n{LAUNCH} {N}=4\n")
+    with pytest.raises(BadSource, match=r"two\.sh: it starts 2 runs"):
+        read_source(tmp_path / "two.sh", ())
+
+
+def test_a_tilde_takes_a_setting_out() -> None:
+    assert read_source(None, ["data.seed=1", f"{N}=8", "~data"]).values == {N: 8}
 
 
 def test_what_a_command_makes_is_told() -> None:
@@ -388,7 +421,7 @@ def test_references_are_followed(tmp_path: Path) -> None:
         "data: {train_batch_size: 32, gen: '${data.train_batch_size}'}\n"
         "actor_rollout_ref: {actor: {ppo_mini_batch_size: '${oc.select:data.gen,8}'}}\n"
     )
-    flat = read_source(tmp_path / "verl.yaml", ())
+    flat = read_source(tmp_path / "verl.yaml", ()).values
     assert flat["actor_rollout_ref.actor.ppo_mini_batch_size"] == 32
     with pytest.raises(BadSource, match=r"write it as a\.b=value"):
         read_source(None, ["novalue"])
