@@ -76,8 +76,8 @@ class RunDir:
             int(path.name.removeprefix("step_")) for path in self.checkpoints.glob("step_*") if not path.suffix
         )
         if not steps or (step is not None and step not in steps):
-            wanted = "" if step is None else f" of step {step}"
-            raise ConfigError(f"{self.root} has no checkpoint{wanted}; there: {', '.join(map(str, steps)) or 'none'}")
+            of_step = "" if step is None else f" of step {step}"
+            raise ConfigError(f"{self.root} has no checkpoint{of_step}; there: {', '.join(map(str, steps)) or 'none'}")
         return steps[-1] if step is None else step
 
     def write_config(self, config: RunConfig) -> None:

@@ -26,7 +26,8 @@ def export_predictions(folder: Path, out: Path, model: str, sample: int = 0) -> 
         by_instance.setdefault(str(fields["instance_id"]), []).append(fields)
     chosen = {name: samples[sample] for name, samples in by_instance.items() if sample < len(samples)}
     if not chosen:
-        raise BadFile(f"{folder}: no instance has a sample {sample}")
+        last = max(map(len, by_instance.values())) - 1
+        raise BadFile(f"{folder}: no instance has a sample {sample}; they have 0{f' to {last}' if last else ''}")
     out.parent.mkdir(parents=True, exist_ok=True)
     rewrite_jsonl(
         out,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import textwrap
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -153,9 +154,10 @@ def _passed(recipe: Path | None) -> dict[str, str]:
 def _table(tasks: Sequence[CheckedTask]) -> list[str]:
     width = max(len(one.task) for one in tasks)
     head = f"{'task':{width}}  {'oracle':>8}  {'empty':>8}  {'seconds':>8}  verdict"
-    lines = [f"{one.task:{width}}  {_figures(one)}  {one.problem or 'sound'}" for one in tasks]
+    verdicts = [textwrap.shorten(one.problem or "sound", 100, placeholder=" …") for one in tasks]
+    lines = [f"{one.task:{width}}  {_figures(one)}  {text}" for one, text in zip(tasks, verdicts, strict=True)]
     sound = sum(one.sound for one in tasks)
-    return [head, *(" ".join(line.split("\n")) for line in lines), f"{sound} of {len(tasks)} tasks are sound"]
+    return [head, *lines, f"{sound} of {len(tasks)} tasks are sound"]
 
 
 def _figures(one: CheckedTask) -> str:

@@ -25,7 +25,7 @@ class GivenSettings:
     """The settings of a file and overrides."""
 
     values: Mapping[str, Any]
-    """By dotted key."""
+    """Values by dotted key."""
     notes: Sequence[str] = ()
     """Remarks for a person about how the file was read."""
 

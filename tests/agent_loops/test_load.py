@@ -83,3 +83,8 @@ def test_load_object_reads_a_shipped_recipes_file_from_any_folder(tmp_path, monk
     (tmp_path / "recipes/own_loop").mkdir(parents=True)
     (tmp_path / "recipes/own_loop/agent.py").write_text("MyAgent = 'own'\n")
     assert load_object("recipes/own_loop/agent.py:MyAgent", tmp_path) == "own"
+
+
+def test_a_file_without_a_name_is_told_how_to_name_one(tmp_path):
+    with pytest.raises(LoadError, match=r"policies\.py: name what to take from this file, as policies\.py:NAME"):
+        load_object("policies.py", tmp_path)

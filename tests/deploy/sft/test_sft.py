@@ -96,7 +96,6 @@ def test_what_sft_cannot_begin_with_is_refused_with_its_field_and_a_fix(tmp_path
     for given, words, resume in (
         ([policy], ["data: ", "none.parquet: no such file", "fix: "], False),
         (["sft.messages=none.jsonl"], ["name: ", "no such run", "fix: ", "--resume"], True),
-        ([policy.rpartition(":")[0]], ["name what to take from this file, as ", "policies.py:NAME"], False),
     ):
         assert fine_tune_recipe(recipe, [f"runs_dir={tmp_path / 'runs'}", *given], resume=resume) == 2
         printed = capsys.readouterr().err
