@@ -146,7 +146,7 @@ class AgentConfig(BaseModel):
     reward: str = Field(
         "",
         description="A name of the page 'My own reward', by_data_source, or a compute_score as dotted path or"
-        " FILE.py:function. Empty: the loop sets rewards.",
+        " FILE.py:function. Empty: loops, environments or tools give the rewards.",
     )
     rewards: RewardsConfig = RewardsConfig()
     sources: dict[str, SourceConfig] = Field(

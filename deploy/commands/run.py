@@ -39,17 +39,14 @@ def run_recipe(
     with uncollected():
         from penstock.deploy.run.launcher import Interrupted, launch
         from penstock.deploy.run.processes import RoleFailed
-        from penstock.deploy.run.report import describe, describe_end
+        from penstock.deploy.run.report import describe_end
         from penstock.deploy.run.supervisor import StalledRun, VersionRefused
 
     config: RunConfig | None = None
     try:
         config = load_config(recipe, overrides)
         if dry_run:
-            print(dump_config(config))
-            console.print(describe(config), markup=False, soft_wrap=True)
-            for check in check_turns(config):
-                console.print(f"{check.name}: {check.found}", markup=False, soft_wrap=True)
+            _explain(config)
         if on_ray:
             refuse_elsewhere(config, "Ray")
         _refuse_doomed(config, here=not on_ray, resume=resume)
@@ -58,6 +55,8 @@ def run_recipe(
         resume = resume or resume_if_any
         if resume and (message := _nothing_left(config)):
             console.print(message, markup=False, soft_wrap=True)
+            if as_json:
+                print(RunDir.of(config).summary.read_text(), end="")
             return 0
         placement = _ray_placement(ray_address) if on_ray else None
         summary = asyncio.run(launch(with_stop_grace(config), resume=resume, placement=placement))
@@ -76,6 +75,16 @@ def run_recipe(
             describe_end(json.loads(summary.read_text()), RunDir(summary.parent)), markup=False, soft_wrap=True
         )
     return 0
+
+
+def _explain(config: RunConfig) -> None:
+    """Prints the resolved recipe, and what it means."""
+    from penstock.deploy.run.report import describe
+
+    print(dump_config(config))
+    console.print(describe(config), markup=False, soft_wrap=True)
+    for check in check_turns(config):
+        console.print(f"{check.name}: {check.found}", markup=False, soft_wrap=True)
 
 
 def _interrupted(config: RunConfig | None, command: str) -> str:

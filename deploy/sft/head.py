@@ -73,12 +73,20 @@ def _results(summary: Mapping[str, Any], path: Path) -> str:
     lines = {
         **{subject: f"{first:.4f} -> {last:.4f}" for subject, (first, last) in pairs.items() if last is not None},
         "trained": f"{summary['conversations']} conversations, {summary['tokens_trained']:,} tokens of the model's own",
+        "advice": "the loss hardly fell: raise sft.lr (a small model needs about 5e-4) or sft.epochs"
+        if _hardly_fell(summary)
+        else "",
         "left out": listed(summary["left_out"]) if summary["left_out"] else "",
         "model": summary["model"],
         "files": str(path),
     }
     head = f"{summary['name']}: {summary['ended'] or 'ended'}, after {summary['wall_s']:.0f} s"
     return "\n".join([head, *(f"  {subject:11}{line}" for subject, line in lines.items() if line)])
+
+
+def _hardly_fell(summary: Mapping[str, Any]) -> bool:
+    first, last = summary["loss_first"], summary["loss_last"]
+    return last is not None and last > 0.95 * first
 
 
 def load_sft_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:

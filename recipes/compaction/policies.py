@@ -11,27 +11,27 @@ from penstock.testing import EpisodeState
 ASKED = "Notes?<|im_end|>"
 
 
-def oracle(scene: EpisodeState) -> str:
+def oracle(state: EpisodeState) -> str:
     """Keeps every digit."""
-    return _plays(scene, first=0)
+    return _plays(state, first=0)
 
 
-def forgetful(scene: EpisodeState) -> str:
+def forgetful(state: EpisodeState) -> str:
     """Keeps what was read since the last summary: must earn nothing."""
-    summaries = [place for place, fed in enumerate(scene.observed) if ASKED in fed]
-    since = summaries[-2] if len(summaries) > 1 and _is_asked(scene) else summaries[-1] if summaries else 0
-    return _plays(scene, first=_read(scene.observed[: since + 1]) if summaries else 0)
+    summaries = [place for place, fed in enumerate(state.observed) if ASKED in fed]
+    since = summaries[-2] if len(summaries) > 1 and _is_asked(state) else summaries[-1] if summaries else 0
+    return _plays(state, first=_read(state.observed[: since + 1]) if summaries else 0)
 
 
-def _plays(scene: EpisodeState, first: int) -> str:
-    digits, read = str(scene.task.extra_info["digits"]), _read(scene.observed)
-    if _is_asked(scene):
+def _plays(state: EpisodeState, first: int) -> str:
+    digits, read = str(state.task.extra_info["digits"]), _read(state.observed)
+    if _is_asked(state):
         return f"{digits[first:read]} {'end' if read == len(digits) else 'more'}"
-    return digits[first:] if read == len(digits) else scene.call("next")
+    return digits[first:] if read == len(digits) else state.call("next")
 
 
-def _is_asked(scene: EpisodeState) -> bool:
-    return bool(scene.observed) and ASKED in scene.observed[-1]
+def _is_asked(state: EpisodeState) -> bool:
+    return bool(state.observed) and ASKED in state.observed[-1]
 
 
 def _read(observed: object) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from penstock.testing import EpisodeState
 
 
-def oracle(scene: EpisodeState) -> str:
+def oracle(state: EpisodeState) -> str:
     """The row's own answer."""
-    return f"<answer>{scene.task.ground_truth}</answer>"
+    return f"<answer>{state.task.ground_truth}</answer>"
 
 
-def null(scene: EpisodeState) -> str:
+def null(state: EpisodeState) -> str:
     """None."""
     return "<answer></answer>"

@@ -15,29 +15,29 @@ from penstock.testing import EpisodeState
 UNKNOWN = "<answer>I do not know</answer>"
 
 
-def oracle(scene: EpisodeState) -> str:
+def oracle(state: EpisodeState) -> str:
     """Looks up the articles that the row names, one a turn, and answers only what it has read there."""
-    queries = [str(title) for title in scene.task.extra_info["articles"]]
-    if scene.turn < len(queries):
-        return scene.call("search", query=queries[scene.turn])
-    read = normalised(" ".join(scene.results))
-    for reference in targets_of(scene.task.ground_truth):
+    queries = [str(title) for title in state.task.extra_info["articles"]]
+    if state.turn < len(queries):
+        return state.call("search", query=queries[state.turn])
+    read = normalised(" ".join(state.results))
+    for reference in targets_of(state.task.ground_truth):
         if normalised(reference) in read:
             return f"<answer>{reference}</answer>"
     return UNKNOWN
 
 
-def null(scene: EpisodeState) -> str:
+def null(state: EpisodeState) -> str:
     """Answers without looking."""
     return UNKNOWN
 
 
-def reader(scene: EpisodeState) -> str:
+def reader(state: EpisodeState) -> str:
     """Finds every passage and never answers: must earn nothing."""
-    return scene.call("search", query=str(scene.task.extra_info["articles"][0]))
+    return state.call("search", query=str(state.task.extra_info["articles"][0]))
 
 
-def one_search(scene: EpisodeState) -> str:
+def one_search(state: EpisodeState) -> str:
     """Looks up the first article and answers with what it should have looked up next: must earn nothing."""
-    first, second = scene.task.extra_info["articles"]
-    return scene.call("search", query=str(first)) if scene.turn == 0 else f"<answer>{second}</answer>"
+    first, second = state.task.extra_info["articles"]
+    return state.call("search", query=str(first)) if state.turn == 0 else f"<answer>{second}</answer>"

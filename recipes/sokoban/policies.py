@@ -11,12 +11,12 @@ from room import SIZE, drawn, solution
 from penstock.testing import EpisodeState
 
 
-def oracle(scene: EpisodeState) -> str:
+def oracle(state: EpisodeState) -> str:
     """The next move of a shortest solution."""
-    start, goal = drawn(int(scene.task.extra_info["seed"]))
-    return solution(start, goal, SIZE)[scene.turn]
+    start, goal = drawn(int(state.task.extra_info["seed"]))
+    return solution(start, goal, SIZE)[state.turn]
 
 
-def pacer(scene: EpisodeState) -> str:
+def pacer(state: EpisodeState) -> str:
     """Walks up and down: must earn nothing, since no room is solved in fewer than three moves."""
-    return "ud"[scene.turn % 2]
+    return "ud"[state.turn % 2]

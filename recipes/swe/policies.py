@@ -22,12 +22,12 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def oracle(scene: EpisodeState) -> str:
-    return repair(scene.task.extra_info)[scene.turn]
+def oracle(state: EpisodeState) -> str:
+    return repair(state.task.extra_info)[state.turn]
 
 
-def null(scene: EpisodeState) -> str:
-    return NOTHING[scene.turn]
+def null(state: EpisodeState) -> str:
+    return NOTHING[state.turn]
 
 
 def repair(task: Mapping[str, Any]) -> list[str]:

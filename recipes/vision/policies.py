@@ -13,25 +13,25 @@ from screen import VIEWS
 from penstock.testing import EpisodeState
 
 
-def oracle(scene: EpisodeState) -> str:
+def oracle(state: EpisodeState) -> str:
     """The right answer, from the row."""
-    return str(scene.task.ground_truth)
+    return str(state.task.ground_truth)
 
 
-def null(scene: EpisodeState) -> str:
+def null(state: EpisodeState) -> str:
     """No answer."""
     return "Which?"
 
 
-def opens(scene: EpisodeState) -> str:
+def opens(state: EpisodeState) -> str:
     """Looks at the page, then presses the key of the view."""
-    if scene.turn == 0:
-        return scene.call("computer", action="look")
-    if scene.turn == 1:
-        return scene.call("computer", action="press", text=VIEWS[str(scene.task.extra_info["view"])])
+    if state.turn == 0:
+        return state.call("computer", action="look")
+    if state.turn == 1:
+        return state.call("computer", action="press", text=VIEWS[str(state.task.extra_info["view"])])
     return "done"
 
 
-def looks(scene: EpisodeState) -> str:
+def looks(state: EpisodeState) -> str:
     """Looks at the page and does not move: must earn nothing."""
-    return scene.call("computer", action="look") if scene.turn == 0 else "done"
+    return state.call("computer", action="look") if state.turn == 0 else "done"

@@ -59,10 +59,10 @@ async def play(recipe_dir: Path, policy, *numbers: int, slack_s: float = 60.0, o
     )
 
 
-def honest(scene: EpisodeState) -> str:
-    if not scene.turn:
-        return scene.call("double", number=int(scene.task.ground_truth) // 2)
-    return scene.results[-1]
+def honest(state: EpisodeState) -> str:
+    if not state.turn:
+        return state.call("double", number=int(state.task.ground_truth) // 2)
+    return state.results[-1]
 
 
 async def test_env_check_policy_reads_results_in_order(recipe_dir: Path) -> None:
@@ -78,9 +78,9 @@ async def test_env_check_policy_reads_results_in_order(recipe_dir: Path) -> None
 async def test_env_check_policy_sees_its_turn(recipe_dir: Path) -> None:
     seen: list[tuple[int, list[str]]] = []
 
-    def twice(scene: EpisodeState) -> str:
-        seen.append((scene.turn, scene.results))
-        return scene.call("double", number=scene.turn + 1) if scene.turn < 2 else "done"
+    def twice(state: EpisodeState) -> str:
+        seen.append((state.turn, state.results))
+        return state.call("double", number=state.turn + 1) if state.turn < 2 else "done"
 
     found = await play(recipe_dir, twice, 7)
     assert seen == [(0, []), (1, ["2"]), (2, ["2", "4"])]
@@ -88,8 +88,8 @@ async def test_env_check_policy_sees_its_turn(recipe_dir: Path) -> None:
 
 
 async def test_env_check_policy_gives_a_tool_an_argument_called_name(recipe_dir: Path) -> None:
-    def calls_person(scene: EpisodeState) -> str:
-        return scene.results[-1] if scene.turn else scene.call("double", name="x", self=1)
+    def calls_person(state: EpisodeState) -> str:
+        return state.results[-1] if state.turn else state.call("double", name="x", self=1)
 
     found = await play(recipe_dir, calls_person, 7)
     assert found.failures == []
@@ -105,7 +105,7 @@ async def test_env_check_broken_tool_is_no_zero_reward(recipe_dir: Path) -> None
 
 
 async def test_env_check_reports_policy_error(recipe_dir: Path) -> None:
-    def broken(scene: EpisodeState) -> str:
+    def broken(state: EpisodeState) -> str:
         raise KeyError("no such row")
 
     found = await play(recipe_dir, broken, 1)

@@ -7,13 +7,13 @@ penstock rehearse recipes/calculator.yaml --policy recipes/projects/calculator/p
 from penstock.testing import EpisodeState
 
 
-def oracle(scene: EpisodeState) -> str:
+def oracle(state: EpisodeState) -> str:
     """Calls the tool, and answers what it said: right only where the tool really ran."""
-    if not scene.turn:
-        return scene.call("python", code=f"print(round({scene.task.extra_info['expression']},4))")
-    return scene.results[-1]
+    if not state.turn:
+        return state.call("python", code=f"print(round({state.task.extra_info['expression']},4))")
+    return state.results[-1]
 
 
-def null(scene: EpisodeState) -> str:
+def null(state: EpisodeState) -> str:
     """Never calls."""
     return "I do not know."

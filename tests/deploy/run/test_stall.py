@@ -66,8 +66,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_part_that_should_have_moved_is_named(case: str) -> None:
-    scene, part, why = CASES[case]
-    cause = diagnose_stall(scene)
+    state, part, why = CASES[case]
+    cause = diagnose_stall(state)
     assert (cause.part, why in cause.why) == (part, True), cause
 
 

@@ -132,10 +132,10 @@ async def test_what_is_shown_is_what_an_episode_holds(
     for left_broken, earned in ((0, 1.0), (1, 0.0)):
         repaired = {name: len(broken.bugs) - left_broken for name, broken in packages.items()}
 
-        def plays(scene, repaired=repaired):
-            name = scene.task.extra_info["instance_id"]
-            tool, arguments = learning.moves(packages[name], repaired[name])[scene.turn]
-            return scene.call(tool, **arguments)
+        def plays(state, repaired=repaired):
+            name = state.task.extra_info["instance_id"]
+            tool, arguments = learning.moves(packages[name], repaired[name])[state.turn]
+            return state.call(tool, **arguments)
 
         found = await rehearse_recipe(config, plays, rows)
         assert found.failures == []
