@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.common import cancel_and_wait
+from penstock.common import Backoff, cancel_and_wait
 from penstock.service.calls import (
     CheckpointPath,
     CheckpointRecord,
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from penstock.trainer import TorchThread
     from penstock.trainer.service import ClientModels
 
+POINT_AGAIN = Backoff(0.5, 30.0)
+"""Pauses before a point that could not be written is tried again."""
 IDLE_S = 0.02
 """Between two looks into an empty log."""
 READ_AHEAD = 4
@@ -207,7 +209,20 @@ class RequestRunner:
         await self._requests.finish(request_id, outcome.result, outcome.records)
 
     async def _write_point(self, note: Mapping[str, Any] | None = None) -> None:
-        await self._in_torch(self._models.write_point, self._points, self._position, note)
+        """Waits while the disk is full, unless the service stops: restarts would run the requests in vain.
+
+        Raises `NotSaved`, `OSError`.
+        """
+        pauses = POINT_AGAIN.pauses()
+        while True:
+            try:
+                await self._in_torch(self._models.write_point, self._points, self._position, note)
+                break
+            except (NotSaved, OSError) as error:
+                if self._is_stopping:
+                    raise
+                logger.error("requests wait until a point is written in %s: %s", self._points, error)
+                await pauses.sleep()
         self._steps.clear()
         self._log_bytes = 0
 

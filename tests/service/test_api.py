@@ -207,6 +207,20 @@ async def test_a_full_disk_is_named_to_the_client_and_a_later_save_is_whole(serv
     assert (await client.result(await _save(client, model, 4)))["path"] == f"tinker://{model}/weights/one"
 
 
+async def test_requests_wait_while_a_full_disk_takes_no_point(
+    service: Service, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(service.folder / "points", 16):
+        making = asyncio.create_task(client.model())
+        async with asyncio.timeout(300):
+            while "requests wait until a point is written" not in caplog.text:
+                await asyncio.sleep(0.05)
+        assert not making.done()
+        assert (await client.call("GET", "healthz"))[0] == 200
+    model = await making
+    assert (await client.result(await client.forward(model, 1))).metrics["loss:sum"] > 0
+
+
 async def _save(client: Client, model: str, number: int, **fields: Any) -> str:
     answer = await client.post("save_weights", model_id=model, seq_id=number, path="one", **fields)
     return str(answer["request_id"])

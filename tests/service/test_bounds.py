@@ -130,6 +130,7 @@ async def test_requests_that_wait_for_one_that_never_came_end_with_their_session
         assert (await client.result(request))["error"] == "over"
     counts = await requests.counts()
     assert (counts["waiting"]["alice"], counts["bytes"]["alice"]) == (0, 0)
+    assert await requests._command("PTTL", f"index:model:{model}") > 0, "the index of a model that ended is not kept"
     assert await requests.end_waiting(f"model:{model}", result) == 0
     run = [await client.forward(model, number) for number in (1, 2)]
     assert (await requests.read(0, 9))[-2:] == run

@@ -96,7 +96,8 @@ return 1
 -- script: end_waiting_requests
 -- needs: requests, full
 -- ARGV: index, content type, result, retention in ms. What waits behind a gap in the index's numbers gets that result, and
--- its number is free. Returns how many there were.
+-- its number is free. The index, of a model that has ended, is forgotten with its last results. Returns how many there
+-- were.
 local index, ended = key('service:index:' .. ARGV[1]), 0
 local next, fields = tonumber(call('HGET', index, 'next') or '1'), call('HGETALL', index)
 for i = 1, #fields, 2 do
@@ -109,6 +110,7 @@ for i = 1, #fields, 2 do
     ended = ended + 1
   end
 end
+call('PEXPIRE', index, ARGV[4])
 return ended
 
 -- script: read_requests

@@ -147,7 +147,8 @@ class RequestLog:
         await self._script("trim_requests", position, round(RETENTION_S * 1000), 1000)
 
     async def end_waiting(self, index: str, result: RequestResult) -> int:
-        """Give `result` to the requests of an index that wait for numbers that are not here; returns how many."""
+        """Give `result` to the requests of an index that wait for numbers that are not here; returns how many. The
+        index ends: it is kept as long as their results."""
         retention_ms = round(RETENTION_S * 1000)
         return int(await self._script("end_waiting_requests", index, result.content, result.data, retention_ms))
 
