@@ -59,6 +59,7 @@ def test_resume_of_an_unknown_run_is_refused_with_the_nearest_name(
     for name in ("sums-one", "words"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text("{}")
+        (tmp_path / name / "metrics.jsonl").write_text("{}")
     assert run_recipe(RECIPE, [f"runs_dir={tmp_path}", "name=sums-on"], resume=True, dry_run=False) == 2
     printed = capsys.readouterr().err
     for part in ("name: ", "did you mean 'sums-one'? (known: sums-one, words)", "fix: ", "--resume"):
