@@ -2,8 +2,9 @@
 
     folder ─► task read ─► image built ─► oracle: open, solve, grade ─► empty: open, grade ─► record, a line each
 
-A line of the record is a probe that came to its end, with the digest of the task's files: a check that was killed
-continues, and a task that has changed is checked anew. What failed for want of a sandbox is reported and tried again.
+A line of the record is a probe that came to its end, with the digest of the task's files and of the sandbox's settings:
+a check that was killed continues, and a task that has changed is checked anew, as it is in other boxes. What failed for
+want of a sandbox is reported and tried again.
 """
 
 from __future__ import annotations
@@ -100,10 +101,13 @@ class Checker:
         build: Builder,
         passed: Mapping[str, str],
         *,
+        boxes: str = "",
         concurrency: int = 1,
         report: Report = lambda text: None,
     ) -> None:
+        """`boxes`: the settings of the sandbox; a result counts for equal ones alone."""
         self._sandbox = sandbox
+        self._boxes = boxes
         self._record = record
         self._build = build
         self._passed = passed
@@ -143,7 +147,7 @@ class Checker:
         probes: dict[str, TaskTrial] = {}
         try:
             task = await asyncio.to_thread(read_task, folder)
-            digest = await asyncio.to_thread(digest_of, folder)
+            digest = await asyncio.to_thread(digest_of, folder, self._boxes)
             missing = [name for name in AGENTS if (task.name, digest, name) not in self._known]
             if missing:
                 await self._build(task)
@@ -183,9 +187,9 @@ async def run_agent(
         await environment.close()
 
 
-def digest_of(folder: Path) -> str:
-    """Return a digest of all files of a task. Raises `OSError`."""
-    return hashlib.sha256(packed(folder)).hexdigest()[:16]
+def digest_of(folder: Path, boxes: str = "") -> str:
+    """Return a digest of all files of a task and of what says where it runs. Raises `OSError`."""
+    return hashlib.sha256(packed(folder) + boxes.encode()).hexdigest()[:16]
 
 
 def select(folder: Path, names: Sequence[str]) -> list[Path]:

@@ -26,7 +26,7 @@ def from_verl(
     *,
     out: Annotated[Path | None, typer.Option(help="Write the recipe here instead of to the standard output.")] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Write nothing and exit with 1 if a given key has no counterpart.")
+        bool, typer.Option("--strict", help="Write nothing and exit with 1 if a given key is not taken over.")
     ] = False,
     everything: Annotated[
         bool, typer.Option("--all", help="List also the keys that were taken over or need no counterpart.")
@@ -34,7 +34,7 @@ def from_verl(
 ) -> None:
     """Make a recipe of verl's settings: the same data and reward function, other names.
 
-    Keys without a counterpart are listed with what to do instead; keys that are not given have verl's defaults.
+    Keys that are not taken over are listed with what to do instead; keys that are not given have verl's defaults.
     A script is read, not run.
 
     Example: penstock config from-verl run_grpo.sh trainer.total_training_steps=100 --out recipe.yaml
@@ -53,6 +53,8 @@ def from_verl(
     with user_errors(BadSource):
         migration = migrate(read_source(source, words), load_table("verl"))
         migration.check()
+        if not migration.account.mapped:
+            raise BadSource(f"{source or ' '.join(words)}: no setting of verl that a recipe has")
     _print_summary(migration, everything)
     if strict and migration.account.unmapped:
         raise typer.Exit(1)
@@ -70,9 +72,9 @@ def _print_summary(migration: Migration, everything: bool) -> None:
         for key, why in migration.account.ignored.items():
             typer.echo(f"{key}: nothing to set; {why}", err=True)
     for one in migration.account.unmapped:
-        typer.secho(f"no counterpart: {one.key}={one.value}: {one.why}", fg="yellow", err=True)
+        typer.secho(f"not taken over: {one.key}={one.value}: {one.why}", fg="yellow", err=True)
     for note in migration.notes:
         typer.secho(f"note: {note}", fg="yellow", err=True)
     sizes = len(migration.account.mapped), len(migration.account.unmapped), len(migration.account.ignored)
-    summary = "{} settings taken over, {} without counterpart, {} with nothing to set".format(*sizes)
+    summary = "{} settings taken over, {} not taken over, {} with nothing to set".format(*sizes)
     typer.echo(summary + ("" if everything else " (--all names them)"), err=True)

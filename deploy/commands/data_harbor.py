@@ -45,8 +45,8 @@ def check(  # noqa: PLR0917 - options of a command
 ) -> None:
     """Prove tasks of Harbor or Terminal-Bench: each one's own solution must earn 1, doing nothing less.
 
-    Ends with status 1 where a task is unsound. A check that was stopped continues from there; a task whose files have
-    changed is checked anew.
+    Ends with status 1 where a task is unsound. A check that was stopped continues from there; a task whose files or
+    boxes have changed is checked anew.
 
     Example: penstock data check tasks --concurrency 4
     """
@@ -105,7 +105,10 @@ async def _check(
     sandbox = make_sandbox(config, "harbor-check", os.environ.get(TOKEN_VARIABLE), 3600.0)
     try:
         make_image = _Images(config.backend, network)
-        checker = Checker(sandbox, record, make_image, passed, concurrency=concurrency, report=show_progress)
+        boxes = config.model_dump_json(exclude={"max_boxes"})
+        checker = Checker(
+            sandbox, record, make_image, passed, boxes=boxes, concurrency=concurrency, report=show_progress
+        )
         return await checker.check(folders, again=again)
     finally:
         await sandbox.close()

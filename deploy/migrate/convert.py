@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from penstock.deploy.migrate.source import BadSource, GivenSettings
 from penstock.deploy.migrate.table import Name, Table
 
 SHORT_CHARS = 60
+_LEFT = re.compile(r"\$\{?\w")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Migration:
     def yaml(self) -> str:
         """The recipe, with what a person must look at as comments in front."""
         remarks = [f"# {one}" for one in self.notes]
-        lost = [f"# no counterpart: {one.key}={_short(one.value)}  {one.why}" for one in self.account.unmapped]
+        lost = [f"# not taken over: {one.key}={_short(one.value)}  {one.why}" for one in self.account.unmapped]
         return "\n".join([*remarks, *lost, yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)])
 
     def check(self) -> RunConfig:
@@ -68,7 +70,8 @@ def migrate(given: GivenSettings, table: Table) -> Migration:
     Raises `BadSource` where a value that must be a number is none.
     """
     account = KeyAccount()
-    flat = dict(_readable(given.values, table, account))
+    notes = list(given.notes)
+    flat = dict(_readable(given.values, table, account, notes))
     settings = dict(_defaults(flat, table))
     for key, value in flat.items():
         _enter(key, value, table, account, settings)
@@ -81,18 +84,24 @@ def migrate(given: GivenSettings, table: Table) -> Migration:
     for key, why in verl.lost.items():
         account.mapped.pop(key, None)
         account.unmapped.append(Unmapped(key, verl[key], why))
-    return Migration(_nested(settings), account, [*given.notes, *verl.notes])
+    return Migration(_nested(settings), account, [*notes, *verl.notes])
 
 
-def _readable(flat: Mapping[str, Any], table: Table, account: KeyAccount) -> Iterator[tuple[str, Any]]:
-    """The keys whose values stand in the file. Raises `BadSource` where a number does not."""
-    for key, value in flat.items():
+def _readable(
+    flat: Mapping[str, Any], table: Table, account: KeyAccount, notes: list[str]
+) -> Iterator[tuple[str, Any]]:
+    """The keys whose values stand in the file; a text in which a variable is left is noted. Raises `BadSource` where a
+    number does not stand there."""
+    for key, given in flat.items():
+        value = COMMAND.sub("", given) if key == "trainer.experiment_name" and isinstance(given, str) else given
         if isinstance(value, str) and COMMAND.search(value):
             why = f"a command of the script makes it, which is not run: give {key}=VALUE"
             account.unmapped.append(Unmapped(key, value, why))
             continue
         if isinstance(value, str) and "$" in value and table.knows(key) and isinstance(table.default(key), int | float):
-            raise BadSource(f"{key}={value}: the script does not set this variable: give {key}=NUMBER")
+            raise BadSource(f"{key}={value}: its variable is not set: give {key}=NUMBER")
+        if _LEFT.search(str(value)) and table.knows(key):
+            notes.append(f"{key}={value}: its variable is not set: give {key}=VALUE, or correct it in the recipe")
         yield key, value
 
 

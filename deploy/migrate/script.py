@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.datasets import BadExpression, canonical, evaluate
@@ -25,13 +25,17 @@ SETTING = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)*)=(.*)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _ARRAY = re.compile(r"\s*(?:(?:export|local|readonly|declare(?:\s+-\w+)*)\s+)?(\w+)(\+?)=\((.*)\)\s*", re.DOTALL)
 _ELEMENTS = re.compile(r"\$\{(\w+)\[[@*]\]\}")
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
+_ELEMENT = re.compile(r"\$\{(\w+)\[(\d+)\]\}")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\}|\$(\w+)")
 _NAME = re.compile(r"\$?\{?([A-Za-z_]\w*)\}?")
 _OWN_FOLDER = re.compile(
     r"(?:dirname(?:\$0|\$\{?BASH_SOURCE(?:\[0\]\})?\}?)|cd\$\(dirname(?:\$0|\$\{?BASH_SOURCE(?:\[0\]\})?\}?)\)"
     r"(?:>/dev/null(?:2>&1)?)?&&pwd(?:-P)?)"
 )
 _CONDITION, _END = re.compile(r"\s*(?:if|case)\b"), re.compile(r"\s*(?:fi|esac)\b")
+_TEST, _LOOP = re.compile(r"\s*(?:\[|test\b)"), re.compile(r"\s*(?:for|select)\b")
+_KEYWORD = re.compile(r"\s*(?:(?:then|else|elif|do|!|\{)\s+)+")
+_PROGRAM = re.compile(r"(?:^|/)python[\d.]*$|\.py$|(?:^|\.)main_\w+$")
 GROUPS = ("model_engine",)
 """Settings without a dot that are no variables of a script: hydra's groups."""
 
@@ -43,61 +47,72 @@ class ShellScript:
         """`folder` has the script."""
         self._folder = folder
         self._variables = {"HOME": str(Path.home())}
-        self._arrays: dict[str, list[str]] = {}
-        self._depth = 0
-        """Conditions around the present command."""
-        self.conditional = list[str]()
-        """Variables, arrays and settings that a branch of an ``if`` or ``case`` sets: the last branch counts."""
+        self._arrays: dict[str, list[tuple[str, bool]]] = {}
+        """Words, and whether each may not be there when the script runs."""
+        self._uncertain = set[str]()
+        """Variables that a branch sets, or one that follows from such a variable."""
+        self._in_branch = False
+        self.uncertain: dict[str, str] = {}
+        """Settings whose values come from a branch that may not run."""
 
     def read(self, text: str) -> dict[str, str]:
         """Return dotted key → text of its value. Raises `ValueError` for a quotation that has no end, and for a script
         that starts several runs."""
-        runs = list[dict[str, str]]()
-        for command in _commands(text):
-            self._depth += _CONDITION.match(command) is not None
-            self._depth -= _END.match(command) is not None
-            if array := _ARRAY.fullmatch(command):
+        runs, others, depth = list[dict[str, str]](), dict[str, str](), 0
+        for command, is_guarded in _commands(text):
+            depth += (_CONDITION.match(command) is not None) - (_END.match(command) is not None)
+            self._in_branch = is_guarded or depth > 0
+            plain = _KEYWORD.sub("", command, count=1) if _KEYWORD.match(command) else command
+            if _LOOP.match(plain):
+                continue
+            if array := _ARRAY.fullmatch(plain):
                 before = self._arrays.get(array[1], []) if array[2] else []
                 self._arrays[array[1]] = [*before, *self._words(array[3])]
-                self._note_branch([array[1]])
-            elif settings := self._read_command(command):
+                continue
+            settings, is_run = self._read_command(plain)
+            if is_run and settings:
                 runs.append(settings)
-                self._note_branch(settings)
+            others |= settings
         if len(runs) > 1:
             raise ValueError(f"it starts {len(runs)} runs, perhaps in branches of an `if`: keep one of them")
-        return runs[0] if runs else {}
+        read = runs[0] if runs else others
+        self.uncertain = {key: value for key, value in self.uncertain.items() if read.get(key) == value}
+        return read
 
-    def _read_command(self, command: str) -> dict[str, str]:
-        """The settings in a command's words; its assignments are made."""
-        settings = {}
-        for word in self._words(command):
+    def _read_command(self, command: str) -> tuple[dict[str, str], bool]:
+        """(the settings in a command's words, whether it runs Python); its assignments are made."""
+        settings, is_run = {}, False
+        for word, is_uncertain in self._words(command):
             setting, assignment = SETTING.fullmatch(word), _ASSIGNMENT.fullmatch(word)
             if setting and ("." in setting[1] or setting[1] in GROUPS):
                 settings[setting[1]] = setting[2]
+                if is_uncertain:
+                    self.uncertain[setting[1]] = setting[2]
             elif assignment:
                 start = self._variables.get(assignment[1], "") if assignment[2] else ""
                 self._variables[assignment[1]] = start + assignment[3]
-                self._note_branch([assignment[1]])
-        return settings
+                (self._uncertain.add if is_uncertain else self._uncertain.discard)(assignment[1])
+            else:
+                is_run = is_run or _PROGRAM.search(word) is not None
+        return settings, is_run
 
-    def _note_branch(self, names: Iterable[str]) -> None:
-        if self._depth:
-            self.conditional += [name for name in names if name not in self.conditional]
-
-    def _words(self, command: str) -> Iterator[str]:
-        """The words of a command, each put in when it is asked for: an earlier one may set its variable.
+    def _words(self, command: str) -> Iterator[tuple[str, bool]]:
+        """The words of a command, each put in when it is asked for: an earlier one may set its variable; and whether
+        a branch decides about it.
 
         As in bash, what is put in is not looked at again, and has several words only outside of a setting.
         """
         for word in self._split(command):
             if elements := _ELEMENTS.fullmatch(word):
-                yield from self._arrays.get(elements[1], [])
+                yield from ((one, self._in_branch or follows) for one, follows in self._arrays.get(elements[1], []))
                 continue
             expanded = self._expanded(word)
+            names = {match[1] or match[3] for match in _VARIABLE.finditer(word)}
+            is_uncertain = self._in_branch or not names.isdisjoint(self._uncertain)
             if expanded == word or SETTING.fullmatch(word) or _ASSIGNMENT.fullmatch(word):
-                yield expanded
+                yield expanded, is_uncertain
             else:
-                yield from expanded.split()
+                yield from ((one, is_uncertain) for one in expanded.split())
 
     def _split(self, command: str) -> list[str]:
         """The words as they are written; what another command would print is one of them, or a part of one."""
@@ -123,13 +138,17 @@ class ShellScript:
             name, default = match[1] or match[3], match[2]
             return self._variables.get(name, match[0] if default is None else self._expanded(default))
 
-        return _VARIABLE.sub(put, text)
+        def put_element(match: re.Match[str]) -> str:
+            words = self._arrays.get(match[1], [])
+            return words[int(match[2])][0] if int(match[2]) < len(words) else match[0]
+
+        return _VARIABLE.sub(put, _ELEMENT.sub(put_element, text))
 
     def _summed(self, text: str) -> str:
         """Sums of whole numbers; what is more than arithmetic stays as it is written."""
 
         def put(match: re.Match[str]) -> str:
-            plain = _NAME.sub(lambda name: self._variables.get(name[1], name[0]), match[1])
+            plain = _NAME.sub(lambda name: self._variables.get(name[1], name[0]), self._expanded(match[1]))
             try:
                 return str(int(evaluate(canonical(plain.replace(" ", "")))))
             except BadExpression:
@@ -138,17 +157,21 @@ class ShellScript:
         return re.sub(r"\$\(\((.+?)\)\)(?!\))", put, text)
 
 
-def _commands(text: str) -> Iterator[str]:
-    """The commands without comments. A line break in quotes, in brackets or behind a backslash ends none."""
-    command, depth = list[str](), 0
+def _commands(text: str) -> Iterator[tuple[str, bool]]:
+    """The commands without comments, and whether a test with ``&&`` or ``||`` stands before each. A line break in
+    quotes, in brackets or behind a backslash ends none."""
+    command, depth, is_guarded = "", 0, False
     for match in _TOKEN.finditer(text + "\n"):
         piece = match[0]
         if match["comment"] is not None:
             continue
-        if piece in ("\n", ";") and not depth:
-            yield "".join(command)
-            command = []
+        joins = not depth and command.endswith(piece) and piece in ("&", "|")
+        if joins or (piece in ("\n", ";") and not depth):
+            ended = command[:-1] if joins else command
+            yield ended, is_guarded
+            is_guarded = joins and (is_guarded or _TEST.match(ended) is not None)
+            command = ""
             continue
         depth = max(0, depth + (piece == "(") - (piece == ")"))
-        command.append(" " if piece == "\\\n" else piece)
-    yield "".join(command)
+        command += " " if piece == "\\\n" else piece
+    yield command, is_guarded

@@ -37,7 +37,10 @@ def read_source(source: Path | None, overrides: Sequence[str]) -> GivenSettings:
     for override in overrides:
         if override.startswith("~"):
             removed = override[1:].partition("=")[0]
-            flat = {key: value for key, value in flat.items() if not f"{key}.".startswith(f"{removed}.")}
+            others = {key: value for key, value in flat.items() if not f"{key}.".startswith(f"{removed}.")}
+            if len(others) == len(flat):
+                raise BadSource(f"override {override!r}: no such key is given")
+            flat = others
             continue
         match = SETTING.fullmatch(override)
         if match is None:
@@ -77,9 +80,9 @@ def _of_script(text: str, path: Path) -> GivenSettings:
     settings: dict[str, Any] = {}
     for key, value in texts.items():
         settings.update(_flattened(_value(value), key))
-    names = ", ".join(script.conditional)
-    note = f"branches of an `if` in {path.name} set {names}: the last branch counts here, check these values"
-    return GivenSettings(settings, [note] if names else [])
+    values = ", ".join(f"{key}={value}" for key, value in script.uncertain.items())
+    note = f"from branches of {path.name} that may not run when you start it, so check them: {values}"
+    return GivenSettings(settings, [note] if values else [])
 
 
 # values ---------------------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def _number(text: str) -> Any:
 def _resolved(value: Any, flat: Mapping[str, Any]) -> Any:
     """A reference's target, else its default; one that leads nowhere stays as it is written."""
     for _ in range(10):
-        reference = re.compile(r"\$\{(?:oc\.select:)?\s*([\w.]+)\s*(?:,(.*))?\}", re.DOTALL)
+        reference = re.compile(r"\$\{(?:oc\.(?:select|env):)?\s*([\w.]+)\s*(?:,(.*))?\}", re.DOTALL)
         match = reference.fullmatch(value.strip()) if isinstance(value, str) else None
         if match is None:
             return value

@@ -108,6 +108,8 @@ async def test_a_check_that_was_stopped_continues(boxes: Sandbox, write_task: Wr
     assert nothing.started == 2, "a failure of the sandbox says nothing of a task, and is tried again"
     assert all(one.sound for one in await Checker(boxes, record, no_build, {}).check([done, changed, new]))
     assert len(record.read_text().splitlines()) == 8
+    (other,) = await Checker(nothing, record, no_build, {}, boxes="memory_mb 128").check([done])
+    assert "no box today" in other.problem, "a result of other boxes does not count"
     await Checker(boxes, record, no_build, {}).check([new], again=True)
     assert {json.loads(line)["task"] for line in record.read_text().splitlines()} == {"done", "changed", "new"}
 

@@ -318,7 +318,7 @@ def test_a_script_is_read_and_the_recipe_loads(tmp_path: Path, monkeypatch: pyte
     # a variable that the script does not set is left to be seen
     assert config.data.train == f"{Path.home()}/$DATA/train.parquet"
     assert config.data.eval == f"{Path.home()}/gsm8k/test.parquet"
-    assert "# no counterpart: critic.ppo_epochs=2" in out.read_text()
+    assert "# not taken over: critic.ppo_epochs=2" in out.read_text()
     assert "critic.ppo_epochs=2" in done.stderr
     assert "3e-06" not in done.stderr, "what was taken over is listed by --all alone"
     again = CliRunner().invoke(app, words)
@@ -346,6 +346,8 @@ LAUNCH = "python3 -m verl.trainer.main_ppo"
         (f'OPT="\n  {N}=8\n"\nOPT+=" {LR}=3e-6"; {LAUNCH} $OPT', {N: 8, LR: 3e-6}),
         (f'export PATH=/x:$PATH\nA=("${{A[@]}}" {N}=8)\necho $PATH; {LAUNCH} ${{A[@]}}', {N: 8}),
         (f'SAY="don\'t"\necho $SAY\n{LAUNCH} {N}=8', {N: 8}),
+        (f'F=(a.parquet b.parquet)\n{LAUNCH} data.val_files="${{F[1]}}"', {"data.val_files": "b.parquet"}),
+        (f"{LAUNCH} {N}=$((${{TRAIN_BS:-128}} / 2))", {N: 64}),
         (f"{LAUNCH} data.val_files=$(pwd)/a.parquet", {"data.val_files": f"{Path.cwd()}/a.parquet"}),
         (f"{LAUNCH} trainer.experiment_name=$(date +%F)", {"trainer.experiment_name": "$(date +%F)"}),
     ],
@@ -369,20 +371,48 @@ def test_a_scripts_own_folder_is_known(tmp_path: Path, folder: str) -> None:
     assert read_source(tmp_path / "run.sh", ()).values == {"custom_reward_function.path": str(tmp_path / "r.py")}
 
 
-def test_branches_of_a_script_are_named(tmp_path: Path) -> None:
-    script = f"if $BIG; then\n  n=8\nelse n=4\nfi\nrate=1\n{LAUNCH} {N}=$n {LR}=$rate\n"
+@pytest.mark.parametrize(
+    ("script", "values", "uncertain"),
+    [
+        (f"if $BIG; then\n  n=8\nelse n=4\nfi\nrate=1\n{LAUNCH} {N}=$n {LR}=$rate", {N: 4, LR: 1}, [f"{N}=4"]),
+        (f'if [ -n "$D" ]; then A+=({N}=2); fi\n{LAUNCH} {LR}=1 "${{A[@]}}"', {LR: 1, N: 2}, [f"{N}=2"]),
+        (f"[ $C = 1 ] && n=8 || n=4\n{LAUNCH} {N}=$n {LR}=1", {N: 4, LR: 1}, [f"{N}=4"]),
+        (f"[[ $C == 1 ]] && A+=({N}=2)\n{LAUNCH} ${{A[@]}} {LR}=1", {N: 2, LR: 1}, [f"{N}=2"]),
+        (f"cd x && {LAUNCH} {N}=8 || exit 1", {N: 8}, []),
+        (f"for n in {N}=1 {N}=2; do echo $n; done\n{LAUNCH} {N}=8", {N: 8}, []),
+    ],
+)
+def test_settings_of_branches_are_named(tmp_path: Path, script: str, values: dict[str, Any], uncertain: str) -> None:
     (tmp_path / "run.sh").write_text(script)
     given = read_source(tmp_path / "run.sh", ())
-    assert given.values == {N: 4, LR: 1}
-    assert list(given.notes) == ["branches of an `if` in run.sh set n: the last branch counts here, check these values"]
-    assert f"# {given.notes[0]}" in migrate(given, load_table("verl")).yaml()
+    assert given.values == values
+    words = "from branches of run.sh that may not run when you start it, so check them: "
+    assert list(given.notes) == [words + one for one in uncertain]
+    assert all(f"# {note}" in migrate(given, load_table("verl")).yaml() for note in given.notes)
+
+
+def test_a_script_with_two_launches_is_refused(tmp_path: Path) -> None:
     (tmp_path / "two.sh").write_text(f"{LAUNCH} {N}=8\n{LAUNCH} {N}=4\n")
     with pytest.raises(BadSource, match=r"two\.sh: it starts 2 runs"):
         read_source(tmp_path / "two.sh", ())
 
 
+def test_a_variable_that_is_left_is_told() -> None:
+    migrated = made("actor_rollout_ref.model.path=$1", "trainer.experiment_name=run-$(date)")
+    assert migrated.recipe["name"] == "run"
+    assert [note for note in migrated.notes if note.startswith("actor_rollout_ref.model.path=$1: its variable")]
+
+
+def test_a_file_of_another_program_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.yaml").write_text("groups_per_step: 3\n")
+    done = CliRunner().invoke(app, ["config", "from-verl", str(tmp_path / "other.yaml")])
+    assert (done.exit_code, "no setting of verl" in done.stderr) == (2, True)
+
+
 def test_a_tilde_takes_a_setting_out() -> None:
     assert read_source(None, ["data.seed=1", f"{N}=8", "~data"]).values == {N: 8}
+    with pytest.raises(BadSource, match="no such key is given"):
+        read_source(None, [f"{N}=8", "~data"])
 
 
 def test_what_a_command_makes_is_told() -> None:
