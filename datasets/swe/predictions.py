@@ -44,7 +44,8 @@ def _recorded(folder: Path) -> Iterator[dict[str, Any]]:
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     if not files:
         raise BadFile(
-            f"{folder}: no predictions; the tools `swe` and `harbor` write them with settings: {{predictions: FOLDER}}"
+            f"{folder}: no predictions; the tools `swe` and `harbor` write them with settings: {{predictions: FOLDER}},"
+            " `harbor` of tasks alone whose working directory is a git repository"
         )
     for file in files:
         try:

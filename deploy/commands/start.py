@@ -77,7 +77,8 @@ def init(
 
     openai: any OpenAI client as the agent, recorded and trained; here one of the OpenAI Agents SDK.
 
-    Every file is yours to change; README.md has the commands in order. All of them run on two CPU cores.
+    Every file is yours to change; README.md has the commands in order. All of them run on two CPU cores; the model
+    of harbor comes from the Hugging Face hub.
 
     Example: penstock init mine --from calculator && cd mine
     """

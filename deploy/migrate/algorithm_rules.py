@@ -40,8 +40,9 @@ def staleness(verl: VerlSettings) -> Iterator[Setting]:
         yield "trainer.correction", None
         return
     if bypass:
-        verl.note(
-            "bypass_mode: here stale tokens are corrected (trainer.correction), the policy scored anew at each step"
+        verl.lose(
+            "algorithm.rollout_correction.bypass_mode",
+            "stale tokens are scored anew at each step and corrected (trainer.correction) unless max_staleness is 0",
         )
     yield from correction(verl)
 
@@ -192,7 +193,8 @@ def steps_of(verl: VerlSettings) -> int | None:
     rows = _rows_of(dict(data(verl)).get("data.train", ""))
     if rows is None:
         verl.lose(
-            "trainer.total_epochs", "the training file is not here to be counted: set trainer.steps, else it is 40"
+            "trainer.total_epochs",
+            "the training file is not here to be counted: set trainer.steps (rows × epochs / groups_per_step), else 40",
         )
         return None
     return max(1, int(verl["trainer.total_epochs"]) * rows // verl.groups_per_step)

@@ -92,8 +92,8 @@ def _readable(
 ) -> Iterator[tuple[str, Any]]:
     """The keys whose values stand in the file; a text in which a variable is left is noted. Raises `BadSource` where a
     number does not stand there."""
-    for key, given in flat.items():
-        value = COMMAND.sub("", given) if key == "trainer.experiment_name" and isinstance(given, str) else given
+    for key, text in flat.items():
+        value = COMMAND.sub("", text) if key == "trainer.experiment_name" and isinstance(text, str) else text
         if isinstance(value, str) and COMMAND.search(value):
             why = f"a command of the script makes it, which is not run: give {key}=VALUE"
             account.unmapped.append(Unmapped(key, value, why))

@@ -68,8 +68,8 @@ def sizes(verl: VerlSettings) -> Iterator[Setting]:
     updates = max(1, verl.groups_per_step // verl.mini_batch)
     if verl.groups_per_step % verl.mini_batch:
         verl.note(
-            f"{verl.groups_per_step} prompts are no multiple of {verl.mini_batch}: "
-            f"{updates} updates of nearly equal size"
+            f"ppo_mini_batch_size {verl.mini_batch} does not divide train_batch_size {verl.groups_per_step}: "
+            f"trainer.minibatches is {updates}"
         )
     yield "trainer.minibatches", updates
 
@@ -114,17 +114,21 @@ def sampling(verl: VerlSettings) -> Iterator[Setting]:
         yield "agent.top_k", top_k
     if top_p < 1 or top_k > 0:
         yield "rollout.truncated_sampling", True
-        verl.note("top_p and top_k bias the policy gradient: verl does not say so")
+        verl.note(
+            "top_p and top_k are kept, and rollout.truncated_sampling allows them: the gradient is biased, as in verl"
+        )
 
 
 def reward(verl: VerlSettings) -> Iterator[Setting]:
     path = verl.first("reward.custom_reward_function.path", "custom_reward_function.path")
     name = verl.first("custom_reward_function.name", "reward.custom_reward_function.name")
     yield "agent.reward", f"{Path(path).expanduser()}:{name}" if path else "by_data_source"
-    if verl.matching("overlong_buffer_cfg.enable"):
-        yield "trainer.overlong.length", verl.response
-        yield "trainer.overlong.buffer", verl.matching("overlong_buffer_cfg.len") or 0
-        yield "trainer.overlong.penalty", verl.matching("overlong_buffer_cfg.penalty_factor") or 1.0
+    # Two places in which DAPO's shaping has been.
+    for section in ("overlong_buffer_cfg", "overlong_buffer"):
+        if verl.matching(f"{section}.enable"):
+            yield "trainer.overlong.length", verl.response
+            yield "trainer.overlong.buffer", verl.matching(f"{section}.len") or 0
+            yield "trainer.overlong.penalty", verl.matching(f"{section}.penalty_factor") or 1.0
 
 
 def engine_arguments(verl: VerlSettings) -> Iterator[Setting]:

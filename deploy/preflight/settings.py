@@ -27,6 +27,18 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 TRAINER = ("torch", "safetensors", "tensorboard", "matplotlib")
 
 
+def check_sinks(config: RunConfig) -> Check | None:
+    """Check what W&B needs: a sink that cannot start is left out of the run, and only the trainer's log says so."""
+    name, left_out = "trainer.sinks", "and the run goes on without wandb"
+    if "wandb" not in config.trainer.sinks:
+        return None
+    if importlib.util.find_spec("wandb") is None:
+        return warning(name, f"wandb is not installed, {left_out}", "pip install 'penstock[wandb]'")
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return Check(name, True, ", ".join(config.trainer.sinks))
+    return warning(name, f"WANDB_API_KEY is not set, {left_out}", "set it, or WANDB_MODE=offline")
+
+
 def check_engine(config: RunConfig) -> Check:
     if config.rollout.servers == 0:
         return Check("rollout.engine", True, "no server on this machine")

@@ -37,6 +37,7 @@ from penstock.deploy.preflight.settings import (
     check_concurrency,
     check_correction,
     check_sampling,
+    check_sinks,
     check_training_engine,
     check_training_job,
 )
@@ -126,6 +127,24 @@ SETTINGS: list[tuple[Asked, list[str], str, str]] = [
 @pytest.mark.parametrize(("check", "overrides", "name", "fix"), SETTINGS)
 def test_settings_that_cannot_work(check: Asked, overrides: list[str], name: str, fix: str) -> None:
     assert_refused(check, overrides, name, fix)
+
+
+def test_wandb_that_would_be_left_out_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = load_config(RECIPE, ["trainer.sinks=[wandb]"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    check = check_sinks(config)
+    assert check is not None
+    assert (check.ok, check.warns, check.found.split(",")[0]) == (True, True, "WANDB_API_KEY is not set")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check = check_sinks(config)
+    assert check is not None
+    assert not check.warns
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check = check_sinks(config)
+    assert check is not None
+    assert check.fix == "pip install 'penstock[wandb]'"
 
 
 def test_a_missing_package_is_fixed_by_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
