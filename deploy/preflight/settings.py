@@ -29,7 +29,7 @@ TRAINER = ("torch", "safetensors", "tensorboard", "matplotlib")
 
 def check_sinks(config: RunConfig) -> Check | None:
     """Check what W&B needs: a sink that cannot start is left out of the run, and only the trainer's log says so."""
-    name, left_out = "trainer.sinks", "and the run goes on without wandb"
+    name, left_out = "trainer.sinks", "and the run continues without it"
     if "wandb" not in config.trainer.sinks:
         return None
     if importlib.util.find_spec("wandb") is None:
