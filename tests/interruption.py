@@ -81,6 +81,13 @@ class Interruption:
                 continue
         return [process for process in found if process.pid != os.getpid()]
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
+        """A test in a worker that was told has not failed."""
+        if self._interrupted:
+            report.outcome = "skipped"
+            report.longrepr = (report.nodeid, 0, "Skipped: interrupted")
+
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         if not self._interrupted:

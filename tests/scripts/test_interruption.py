@@ -92,6 +92,7 @@ def test_one_interrupt_prints_the_summary_and_leaves_nothing(tmp_path: Path, wor
     printed = (tmp_path / "output").read_text()
     assert "short test summary info" in printed, printed
     assert "FAILED test_tiny.py::test_fails" in printed.rpartition("short test summary info")[2], printed
+    assert "FAILED test_tiny.py::test_waits" not in printed, "a test that was broken off has not failed"
     assert (tmp_path / "torn down").exists()
     daemon, shared = (tmp_path / "left").read_text().split()
     assert not alive(int(daemon))
