@@ -401,7 +401,8 @@ def _invalid(error: ValidationError, source: str, *sections: str, overrides: Seq
     lines = []
     for problem in error.errors():
         path = [*sections, *map(str, problem["loc"])]
-        override = next((one for one in reversed(overrides) if _concerns(one, ".".join(path))), None)
+        key, unknown = ".".join(path), problem["type"] == "extra_forbidden"
+        override = next((one for one in reversed(overrides) if _concerns(one, key, unknown=unknown)), None)
         line = f"{f'override {override!r}: ' if override else ''}{schema.explain(problem, path)}"
         if source.endswith(".py") and line.startswith("data: is required"):
             line = (
@@ -415,6 +416,7 @@ def _invalid(error: ValidationError, source: str, *sections: str, overrides: Seq
     return ConfigError("\n  ".join([head, *lines]))
 
 
-def _concerns(override: str, key: str) -> bool:
-    """`key`, of a problem, is the override's own, or below it."""
-    return f"{key}.".startswith(f"{override.partition('=')[0]}.")
+def _concerns(override: str, key: str, *, unknown: bool) -> bool:
+    """`key`, of a problem, is the override's own, or below it; or the section of it that is unknown."""
+    own = f"{override.partition('=')[0]}."
+    return f"{key}.".startswith(own) or (unknown and own.startswith(f"{key}."))

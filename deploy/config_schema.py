@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -34,6 +34,8 @@ class ConfigSchema:
     def _nearest(self, location: Sequence[str]) -> str:
         if known := ELSEWHERE.get(location[-1]):
             return f"; did you mean {known!r}?"
+        if elsewhere := [path for path in _paths(self.root) if path.rpartition(".")[2] == location[-1]]:
+            return f"; did you mean {min(elsewhere, key=lambda path: path.count('.'))!r}?"
         model = self._section(location[:-1])
         valid = list(model.model_fields) if model else []
         close = difflib.get_close_matches(location[-1], valid, n=8, cutoff=0.0) if valid else []
@@ -67,3 +69,11 @@ class ConfigSchema:
                 return None
             model = inner
         return model
+
+
+def _paths(model: type[BaseModel]) -> Iterator[str]:
+    """The dotted keys of all sections that are not in a list or mapping."""
+    for name, field in model.model_fields.items():
+        yield name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from (f"{name}.{inner}" for inner in _paths(field.annotation))

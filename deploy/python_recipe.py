@@ -38,7 +38,8 @@ def read_python_recipe(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise BadRecipe(str(error)) from error
     settings = getattr(module, "SETTINGS", None)
     if not isinstance(settings, dict):
-        raise BadRecipe(f'{file}: has no SETTINGS, a dict such as {{"model": "Qwen/Qwen2.5-0.5B-Instruct"}}')
+        problem = "has no SETTINGS" if settings is None else f"SETTINGS is a {type(settings).__name__}"
+        raise BadRecipe(f'{file}: {problem}; write a dict such as {{"model": "Qwen/Qwen2.5-0.5B-Instruct"}}')
     if strangers := [key for key in settings if not isinstance(key, str)]:
         raise BadRecipe(f"{file}: keys of SETTINGS are texts such as 'trainer.lr', found {strangers[0]!r}")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem)
@@ -62,6 +63,9 @@ def _parts(module: ModuleType, file: Path, *, one_game: bool) -> Iterator[tuple[
     own = [name for name, part in parts.items() if getattr(part, "__module__", "") == module.__name__]
     classes = [name for name in own if inspect.isclass(parts[name])]
     games = [name for name in classes if hasattr(parts[name], "reset") and hasattr(parts[name], "step")]
+    halves = [name for name in classes if name not in games and hasattr(parts[name], "reset")]
+    if halves and not games and one_game and not hasattr(module, "TASKS"):
+        raise BadRecipe(f"{file}: class {halves[0]} has reset(seed) and no step(action)")
     if len(games) > 1 and one_game:
         raise BadRecipe(f"{file}: {' and '.join(games)} have reset and step; name one in SETTINGS: {ENV}")
     if games:

@@ -166,7 +166,9 @@ def _is_untrained(root: Path) -> bool:
     if run.is_alive():
         return False
     files = (run.metrics, run.steps, run.evaluations)
-    folders = (run.checkpoints, run.archive, run.trajectories, root / "model")
+    # Of step 0 is what a run leaves that failed in its first step.
+    saved = [path for path in run.checkpoints.glob("*") if not path.name.startswith("step_00000000")]
+    folders = (*saved, run.archive, run.trajectories, root / "model")
     return (
         (run.config.exists() or run.identity.exists())
         and not any(file.exists() and file.stat().st_size for file in files)
@@ -176,7 +178,7 @@ def _is_untrained(root: Path) -> bool:
 
 def _forget(run: RunDir) -> None:
     """Removes what a run leaves that trained no step; its logs stay, new lines come behind them."""
-    for folder in (run.redis, run.metric_addresses):
+    for folder in (run.redis, run.metric_addresses, run.checkpoints):
         shutil.rmtree(folder, ignore_errors=True)
     records = (run.ended, run.summary, run.roles, run.lives, run.timeline, run.weight_updates, run.turns)
     for file in (run.connect_env, run.config, run.identity, *records):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.common.registry import near_and_known
 from penstock.deploy.commands.shared import AsJson, RunName, RunsDir, folder_of_run, user_errors
 from penstock.deploy.config import RUN_FILE, ConfigError, load_config
 from penstock.transfer_queue import BadPayload, same_reward
@@ -51,7 +52,8 @@ def list_batches(
 ) -> None:
     """One line per step, or per value of another column: episodes, rewards, sampled tokens, oldest version.
 
-    `learned` is 0 where no checkpoint has the step: it is newer than the last one, or the run diverged at it.
+    `step` counts from 0, from 1 on the terminal. `learned` is 0 where no checkpoint has the step: it is newer than the
+    last one, or the run diverged at it.
 
     Examples: penstock archive ls calculator
     penstock archive ls calculator --by episode --where step=12 --where "reward<0.5"
@@ -116,8 +118,10 @@ def export(
     with user_errors(BadPayload):
         episodes = records(run, runs_dir, [*(where or []), "learned=1"])
         if not episodes:
-            which = "that fulfils --where " if where else ""
-            raise ConfigError(f"{run}: no checkpoint has an episode {which}yet; nothing was written")
+            which = f"with {' and '.join(where)}" if where else "yet"
+            raise ConfigError(f"{run}: no checkpoint has an episode {which}; nothing was written")
+        if (out / "trajectories").exists():
+            raise ConfigError(f"{out / 'trajectories'} is there already: remove it, or export to another folder")
     folder = out / "trajectories"
     folder.mkdir(parents=True, exist_ok=True)
     by_step: dict[int, list[dict[str, Any]]] = {}
@@ -183,10 +187,10 @@ def chosen(index: pa.Table, where: Sequence[str]) -> pa.Table:
     """Return the rows for which every condition of `where` holds. Raises `ConfigError`."""
     for condition in where:
         match = re.fullmatch(r"(\w+)\s*(<=|>=|=|<|>)\s*(.*)", condition)
-        if match is None or match[1] not in index.column_names:
-            raise ConfigError(
-                f"--where {condition!r}: write COLUMN=VALUE (or <, <=, >, >=); columns: {', '.join(index.column_names)}"
-            )
+        if match is None:
+            raise ConfigError(f"--where {condition!r}: write COLUMN=VALUE (or <, <=, >, >=)")
+        if match[1] not in index.column_names:
+            raise ConfigError(f"--where {condition!r}: no column; {near_and_known(match[1], index.column_names)}")
         index = index.filter(_condition(index, *match.groups()))
     return index
 

@@ -176,8 +176,8 @@ def _connection(run: str | None) -> RunConnection:
         if not folder.is_dir():
             raise ConfigError(no_such_run(folder.parent, folder.name)) from None
         raise ConfigError(
-            f"run {folder.name} is not running: its queue ended with it. `penstock status {run}` and "
-            f"{folder / 'summary.json'} say what it left; {folder / 'connect.env'} is there while it runs"
+            f"run {folder.name} is not running, and its queue ended with it: {folder / 'summary.json'} says what it "
+            f"left, `penstock run … --resume` brings the queue back"
         ) from None
     except OSError as error:
         raise ConfigError(f"{folder / 'connect.env'} cannot be read: {error}") from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.deploy.commands.shared import AsJson, Overrides, Recipe, user_errors
+from penstock.deploy.commands.shared import AsJson, Overrides, Recipe, refuse, user_errors
 from penstock.deploy.config import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.trainer import DatasetRow
 
 SHOWN = 5
-"""Unexpected episodes listed one by one."""
+"""Unexpected and failed episodes listed one by one."""
 
 
 def rehearse(
@@ -64,8 +64,7 @@ def rehearse(
             with asyncio.Runner() as runner:
                 result = run_users_code(runner, playing)
         except KeyboardInterrupt:
-            typer.echo("interrupted: a rehearsal keeps nothing; --rows plays fewer tasks", err=True)
-            raise typer.Exit(130) from None
+            refuse("interrupted: a rehearsal keeps nothing; --rows plays fewer tasks", status=130)
     unexpected = [
         one for one in result.trajectories if rewards and not same_reward(one.reward, rewards[_row(one.task_id) - 1])
     ]
@@ -117,6 +116,10 @@ def _figures(result: EnvCheck) -> dict[str, Any]:
         "failed": len(result.failures),
         "reward": {"mean": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {},
         "outcomes": dict(outcomes),
+        "failures": [
+            {"row": _row(one.episode_id), "cause": f"{one.outcome.component}: {one.outcome.reason}"}
+            for one in result.failures[:SHOWN]
+        ],
         **means,
     }
 

@@ -42,6 +42,8 @@ def run_recipe(
         from penstock.deploy.run.report import describe_end
         from penstock.deploy.run.supervisor import StalledRun, VersionRefused
 
+    where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""
+    again = f"{' '.join(['penstock run', str(recipe), *overrides, '--resume'])}{where}"
     config: RunConfig | None = None
     try:
         config = load_config(recipe, overrides)
@@ -53,7 +55,7 @@ def run_recipe(
         if dry_run:
             return 0
         resume = resume or resume_if_any
-        if resume and (message := _nothing_left(config)):
+        if resume and (message := _nothing_left(config, overrides)):
             console.print(message, markup=False, soft_wrap=True)
             if as_json:
                 print(RunDir.of(config).summary.read_text(), end="")
@@ -63,11 +65,9 @@ def run_recipe(
     except ConfigError as error:
         return _complain(str(error), 2, as_json=as_json)
     except (RoleFailed, StalledRun, VersionRefused, QueueError) as error:
-        return _complain(str(error), 1, as_json=as_json)
+        return _complain(f"{error}\nonce the cause is corrected, continue with: {again}", 1, as_json=as_json)
     except (Interrupted, KeyboardInterrupt):
-        where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""
-        command = " ".join(["penstock run", str(recipe), *overrides, "--resume"])
-        return _complain(_interrupted(config, f"{command}{where}"), 130, as_json=as_json)
+        return _complain(_interrupted(config, again), 130, as_json=as_json)
     if as_json:
         print(summary.read_text(), end="")
     else:
@@ -94,8 +94,9 @@ def _interrupted(config: RunConfig | None, command: str) -> str:
     return f"interrupted; continue with: {command}"
 
 
-def _nothing_left(config: RunConfig) -> str:
-    """Return a sentence if all steps of the run in this folder are trained, else an empty text."""
+def _nothing_left(config: RunConfig, overrides: Sequence[str] = ()) -> str:
+    """Return a sentence if all steps of the run in this folder are trained, else an empty text. It names those of
+    `overrides` that the run did not have."""
     from penstock.deploy.run.launcher import changed_settings
 
     run = RunDir.of(config)
@@ -105,7 +106,8 @@ def _nothing_left(config: RunConfig) -> str:
             return ""
     except (OSError, ValueError, KeyError, AttributeError):
         return ""
-    changes = changed_settings(run, with_stop_grace(config))
+    keys = tuple(f"{override.partition('=')[0]}: " for override in overrides)
+    changes = [change for change in changed_settings(run, with_stop_grace(config)) if change.startswith(keys)]
     unused = f"; without effect: {', '.join(changes)}" if changes else ""
     left = f"{summary['ended']}, nothing is left to do; a larger trainer.steps continues the run"
     return f"{config.name}: {left}{unused}"

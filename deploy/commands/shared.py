@@ -28,7 +28,14 @@ def own_or_shipped(recipe: Path | None) -> Path | None:
 
 def recipe_or_run(recipe: Path) -> Path | None:
     """Return the configuration of a run's folder, else what `own_or_shipped` returns."""
-    return recipe / RUN_FILE if (recipe / RUN_FILE).is_file() else own_or_shipped(recipe)
+    folder = run_or_path(recipe)
+    return folder / RUN_FILE if (folder / RUN_FILE).is_file() else own_or_shipped(recipe)
+
+
+def run_or_path(path: Path) -> Path:
+    """Return the folder runs/NAME for the name of a run; else the path itself."""
+    named = Path("runs") / path
+    return named if not path.exists() and path.name == str(path) and (named / RUN_FILE).is_file() else path
 
 
 Recipe = Annotated[
@@ -71,12 +78,12 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
         refuse(str(error))
 
 
-def refuse(message: str) -> NoReturn:
-    """Prints the message, with --json also as ``{"error": …}``, and ends the command with status 2."""
+def refuse(message: str, status: int = 2) -> NoReturn:
+    """Prints the message, with --json also as ``{"error": …}``, and ends the command."""
     typer.secho(message, fg="red", err=True)
     if _json.get():
         typer.echo(json.dumps({"error": message}))
-    raise typer.Exit(2)
+    raise typer.Exit(status)
 
 
 def show_progress(text: str) -> None:
@@ -85,7 +92,7 @@ def show_progress(text: str) -> None:
 
 def folder_of_run(run: str, runs_dir: Path) -> Path:
     """Raises `ConfigError` if the run does not exist."""
-    root = Path(run) if Path(run).is_dir() else runs_dir / run
+    root = Path(run) if Path(run).is_dir() or Path(run).name != run else runs_dir / run
     if not root.is_dir():
         raise ConfigError(no_such_run(root.parent, root.name))
     return root

@@ -21,6 +21,7 @@ from penstock.deploy.commands.shared import (
     folder_of_run,
     own_or_shipped,
     refuse,
+    run_or_path,
     user_errors,
 )
 
@@ -46,9 +47,14 @@ def sft(
     raise typer.Exit(fine_tune_recipe(recipe, overrides or [], resume=resume))
 
 
+def _target(path: Path) -> Path | None:
+    return own_or_shipped(run_or_path(path))
+
+
 def evaluate(
     target: Annotated[
-        Path, typer.Argument(help="A recipe, or the folder of a run.", metavar="RECIPE|RUN", callback=own_or_shipped)
+        Path,
+        typer.Argument(help="A recipe, or a run's name or folder.", metavar="RECIPE|RUN", callback=_target),
     ],
     overrides: Overrides = None,
     *,

@@ -92,7 +92,7 @@ def resolve_target(request: EvalRequest) -> EvalPlan:
     if run is not None and not run.config.exists():
         raise ConfigError(f"{request.target}: no config.yaml, so no run's folder; give a recipe or a run")
     if run is None and not request.target.exists() and request.target.suffix not in (".yaml", ".yml", ".py"):
-        raise ConfigError(f"{no_such_run(request.target.parent, request.target.name)}; a recipe is a target too")
+        raise ConfigError(f"{no_such_run(request.target.parent, request.target.name)}; or give a recipe's file")
     config = load_config(run.config if run else request.target, request.overrides, with_tasks=False)
     model, source, step = _model(request, config, run)
     name = request.name or f"{config.name}-eval{'' if step is None else f'-step{step}'}"

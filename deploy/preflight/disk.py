@@ -70,7 +70,8 @@ def check_disk(config: RunConfig) -> Check:
     shape = model_shape(config)
     checkpoint_s = checkpoint_bytes(config, shape) / rate if shape else 0.0
     speed = f"{human(rate)}/s and {1000 * sync_s:.0f} ms per small fsync"
-    detail = f"{speed} in {folder}{f'; a checkpoint takes {checkpoint_s:.0f} s' if shape else ''}"
+    took = "less than a second" if checkpoint_s < 1 else f"{checkpoint_s:.0f} s"
+    detail = f"{speed} in {folder}{f'; writing a checkpoint takes {took}' if shape else ''}"
     if sync_s > SLOW_SYNC_S or checkpoint_s > HOPELESS_CHECKPOINT_S:
         return Check("disk", False, detail, ELSEWHERE)
     if checkpoint_s > SLOW_CHECKPOINT_S:

@@ -326,8 +326,8 @@ def describe_found(record: RunRecord | None, status: Status, identity: RunIdenti
         return f"run {identity.run_id}: it is new in this queue; it continues from a checkpoint if there is one"
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - record.age_s))
     line = (
-        f"run {identity.run_id}, begun {since}: version {status.version}, {status.committed_step} steps in checkpoints,"
-        f" {status.step} leased by its trainer"
+        f"run {identity.run_id}, begun {since}: its checkpoints have {status.committed_step} steps, its servers version"
+        f" {status.version}, its trainer has taken {status.step} batches"
     )
     if not changes:
         return line

@@ -58,8 +58,9 @@ class Reporter:
         self._rows: list[dict[str, Any]] = []
         """The metrics of each step that `reward_warning` reads."""
         self._warned = False
-        self._problems = set[str]()
-        """Waits for blocking user code and causes of failed attempts that were reported."""
+        self._problems: set[str] | None = None if summary else set()
+        """Waits for blocking user code and causes of failed attempts that were reported; None: those that the first
+        status has are an earlier life's."""
         self._unrecorded = ""
         self.steps_done = 0
         self._bar: Progress | None = None
@@ -146,7 +147,10 @@ class Reporter:
 
     def _show_problems(self, status: Status) -> None:
         """Each problem once, also before the first step."""
-        for problem in sorted({*status.waits_s, *status.failures} - self._problems):
+        problems = {*status.waits_s, *status.failures}
+        if self._problems is None:
+            self._problems = problems
+        for problem in sorted(problems - self._problems):
             if problem in status.failures:
                 self._say(f"  an episode failed and is tried again: {problem}")
             elif problem.startswith(f"agent:{BLOCKING}"):
@@ -266,6 +270,7 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         "reward": f"{_rounded(get('reward_first'))} -> {_rounded(get('reward_last'))} (first {first}, last"
         f" {last} of {get('steps')} steps)",
         "evaluation": f"{_rounded(get('eval_reward'))} over {get('eval_episodes'):.0f} episodes"
+        + (f"; {get('eval_failed'):.0f} more failed" if get("eval_failed") else "")
         if get("eval_episodes")
         else "",
         "episodes": ", ".join([f"{get('episodes_trained')} trained", *(f"{n} {what}" for what, n in lost.items() if n)])
@@ -300,6 +305,7 @@ def _learning(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> 
         "reward_last": _mean(rewards[-last:]),
         "eval_reward": evaluations[-1]["reward"] if evaluations else None,
         "eval_episodes": evaluations[-1]["episodes"] if evaluations else 0,
+        "eval_failed": evaluations[-1].get("failed", 0) if evaluations else 0,
     }
 
 

@@ -40,6 +40,7 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
         "alive": live["alive"],
         "cause": None if live["alive"] else live["cause"],
         "ended": end["ended"],
+        "state": state_of_run(end, alive=live["alive"]),
         "step": done,
         "steps": steps,
         "eta_s": _eta_s(rows, done, steps) if live["alive"] else None,
@@ -125,10 +126,7 @@ def draw_state(state: dict[str, Any]) -> RenderableType:
     """Return the state as a table for `rich`."""
     page = Table.grid(padding=(0, 0))
     headline = Text(f"{state['run']}  ", style="bold")
-    headline.append(
-        "alive" if state["alive"] else "ended" if state["ended"] else "not alive",
-        style="green" if state["alive"] else "yellow",
-    )
+    headline.append(state["state"], style="green" if state["state"] in ("running", "finished") else "yellow")
     headline.append(f"  step {state['step']} of {_or_dash(state['steps'])}", style="none")
     if state["eta_s"] is not None:
         headline.append(f"  about {_time(state['eta_s'])} left", style="none")
@@ -141,8 +139,10 @@ def draw_state(state: dict[str, Any]) -> RenderableType:
 
 
 def _lines(state: dict[str, Any]) -> Iterator[str]:
-    if state["ended"] or not state["alive"]:
-        yield f"ended     {state['ended'] or state['cause']}"
+    if state["ended"]:
+        yield f"ended     {state['ended']}"
+    elif not state["alive"]:
+        yield f"ended     interrupted or killed, --resume continues it; {state['cause']}"
     yield (
         f"learning  reward {_number(state['reward'])}; of the newest steps {_number(state['reward_recent'])}, "
         f"staleness {_number(state['staleness_mean'])} on average and {_or_dash(state['staleness_max'])} at most"
@@ -194,12 +194,20 @@ def _line_of(root: Path) -> dict[str, Any]:
     line, written = files.overview(), None
     if line["written_unix_s"] is not None:
         written = round(max(0.0, time.time() - line["written_unix_s"]), 1)
-    ended = line["finished"] or run.ended.exists()
-    state = "running" if run.is_alive() else "ended" if ended else "unfinished"
+    state = state_of_run(files.end(), alive=run.is_alive(), evaluated=(root / "eval.json").exists())
     facts = {"step": line["steps"], "steps": line["steps_planned"], "reward": line["reward"]}
     if (root / EVALUATION_SETTINGS).exists():
         facts |= {"step": None, "steps": None}
     return {"run": root.name, "state": state, **facts, "quiet_s": written}
+
+
+def state_of_run(end: Row, *, alive: bool, evaluated: bool = False) -> str:
+    """One word for a run. `end`: see `RunFiles.end`; `evaluated`: it is an evaluation, and whole."""
+    if alive:
+        return "running"
+    if end["failed"]:
+        return "failed"
+    return "finished" if end["ended"] or evaluated else "interrupted"
 
 
 def draw_runs(runs: Sequence[Row]) -> Table:

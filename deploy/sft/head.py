@@ -72,7 +72,7 @@ def _results(summary: Mapping[str, Any], path: Path) -> str:
     pairs = {subject: (summary[f"{key}_first"], summary[f"{key}_last"]) for subject, key in losses.items()}
     lines = {
         **{subject: f"{first:.4f} -> {last:.4f}" for subject, (first, last) in pairs.items() if last is not None},
-        "trained": f"{summary['conversations']} conversations, {summary['tokens_trained']:,} tokens of the model's own",
+        "data": f"{summary['conversations']} conversations, {summary['tokens_trained']:,} tokens of the model's own",
         "advice": "the loss hardly fell: raise sft.lr (a small model needs about 5e-4) or sft.epochs"
         if _hardly_fell(summary)
         else "",
@@ -114,7 +114,10 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
     run = RunDir.of(config)
     if resume:
         require_run(run)
-    with RunLock(run, resume=resume):
+    with contextlib.ExitStack() as stack:
+        if not run.root.exists():
+            stack.callback(_remove_unprepared, run)
+        stack.enter_context(RunLock(run, resume=resume))
         run.logs.mkdir(exist_ok=True)
         if not resume:
             shutil.rmtree(run.data, ignore_errors=True)
@@ -125,7 +128,7 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
         prepared = prepare(config, run.data, [one for one in changes if not one.startswith("trainer.")])
         steps = steps_of(config.sft, prepared.conversations)
         if resume and _trained_steps(run) >= steps:
-            console.print(f"{config.name}: all {steps} steps are trained, nothing is left to do", markup=False)
+            console.print(f"{config.name}: nothing is left to do of {steps} steps", markup=False)
             return run.summary
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
         config = with_stop_grace(config)
@@ -133,6 +136,12 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
         reporter = SftReporter(config, run, prepared, console)
         total = asyncio.run(_supervise(config, run, reporter))
         return write_sft_summary(config, run, prepared, total)
+
+
+def _remove_unprepared(run: RunDir) -> None:
+    """Remove the folder of a run that was refused before there was any data."""
+    if not run.data.exists() or not any(run.data.iterdir()):
+        shutil.rmtree(run.root, ignore_errors=True)
 
 
 def _trained_steps(run: RunDir) -> int:

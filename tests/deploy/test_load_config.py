@@ -54,6 +54,8 @@ def test_load_config_override_values(recipe: Path) -> None:
         ("batch_size=1", ["batch_size: no such key; did you mean 'groups_per_step'?"]),
         ("trainer.zzz=1", ["trainer.zzz: no such key; valid keys here are, the nearest first, "]),
         ("transfer_queue.url=http://x", ["transfer_queue.url: ", "redis://, rediss:// or unix://"]),
+        ("lr=1", ["override 'lr=1': lr: no such key; did you mean 'trainer.lr'?"]),
+        ("traner.lr=1", ["override 'traner.lr=1': traner: no such key; did you mean 'trainer'?"]),
         ("trainer.lr={a", ["while parsing a flow mapping: expected", "; close its bracket"]),
         ("trainer.lr=a: b: c", ["; quote text as"]),
         ("model.name=x", ["'model' is a value, not a section"]),

@@ -56,7 +56,12 @@ def test_parts_are_defaults_of_their_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("class Game: ...", "has no SETTINGS, a dict such as"),
+        ("class Game: ...", "has no SETTINGS; write a dict such as"),
+        ("SETTINGS = [1]", "SETTINGS is a list; write a dict such as"),
+        (
+            "SETTINGS = {'model': 'm'}\nclass Game:\n def reset(self, seed): ...",
+            "class Game has reset(seed) and no step",
+        ),
         ("import nothing_of_this_name", "nothing_of_this_name"),
         (f"{GAME}\nclass Other(Game): ...", "Game and Other have reset and step; name one in SETTINGS"),
         ("SETTINGS = {'model': 'm'}", "data: no tasks; define a class with reset(seed) and step(action)"),

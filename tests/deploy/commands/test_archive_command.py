@@ -80,7 +80,8 @@ def test_a_step_after_the_index_is_named_as_not_learned(folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--where", "rewards<1"), "columns: run, step, group"),
+        (("--where", "rewards<1"), "no column; did you mean 'reward'?"),
+        (("--where", "reward"), "write COLUMN=VALUE"),
         (("--where", "step=x"), "step is a number"),
         (("--by", "colour"), "no column of the index"),
     ],
@@ -99,11 +100,13 @@ def test_show_reads_an_episode_as_the_trainer_saw_it(folder: Path) -> None:
 
 def test_exported_episodes_are_recorded_trajectories(folder: Path, tmp_path: Path) -> None:
     refused = ask("export", folder, str(tmp_path / "best"), "--where", "reward>=2", code=2)
-    assert "no checkpoint has an episode that fulfils --where" in refused.stderr
+    assert "no checkpoint has an episode with reward>=2" in refused.stderr
     assert not (tmp_path / "best").exists()
     ask("export", folder, str(tmp_path / "best"), "--where", "reward>=1")
     files = sorted((tmp_path / "best" / "trajectories").iterdir())
     assert [path.name for path in files] == [f"step_{step:06d}.jsonl" for step in range(3)]
+    again = ask("export", folder, str(tmp_path / "best"), code=2)
+    assert "is there already" in again.stderr
     (record,) = map(json.loads, files[2].read_text().splitlines())
     assert (record["episode_id"], record["segments"][0]["runs"][0]["ids"]) == ("train/2#1", [3, 4])
 

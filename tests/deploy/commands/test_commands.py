@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import penstock
 from penstock.deploy import RunConnection, app
+from penstock.deploy.commands.shared import recipe_or_run, run_or_path
 from penstock.deploy.run.connection import INTERACTIVE
 from penstock.transfer_queue import (
     DataCursor,
@@ -175,6 +176,18 @@ async def test_a_mistake_is_one_message(
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.chdir(tmp_path)
     assert message in (await invoke(*words, code=2)).stderr
+
+
+def test_the_name_of_a_run_stands_for_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text("name: mine")
+    (tmp_path / "other").mkdir()
+    assert run_or_path(Path("mine")) == Path("runs/mine")
+    assert run_or_path(Path("other")) == Path("other"), "what is here comes first"
+    assert run_or_path(Path("nothing")) == Path("nothing")
+    assert recipe_or_run(Path("mine")) == Path("runs/mine/config.yaml")
 
 
 @pytest.mark.parametrize(

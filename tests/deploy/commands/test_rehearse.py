@@ -99,6 +99,9 @@ def test_one_cause_of_many_failures_is_one_line_with_the_users_line(policies: st
     assert result.exit_code == 1
     (line,) = [line for line in result.output.splitlines() if line.startswith("failed") or "infra_error" in line]
     assert re.fullmatch(f"failed in row 1 and 5 more: policy: {cause}", line)
+    figures = json.loads(rehearse("--policy", f"{policies}:{policy}", "--rows", "1", "--json").stdout)
+    assert [one["row"] for one in figures["failures"]] == [1]
+    assert re.fullmatch(f"policy: {cause}", figures["failures"][0]["cause"])
 
 
 def test_a_loop_whose_task_leaves_the_process_is_a_failed_row(policies: str, tmp_path: Path) -> None:
@@ -124,7 +127,7 @@ def test_an_episode_without_a_reward_is_shown(policies: str, monkeypatch: pytest
     ("words", "message"),
     [
         ("--policy {}:lefft", "has no 'lefft'"),
-        ("--policy {}:right --split test", "--split test: this recipe has train, eval"),
+        ("--policy {}:right --split test", "--split train or eval, not test"),
         ("--policy {}:right data.train=nowhere.parquet", "nowhere.parquet: no such file"),
         ("--policy {}:right --expect much", "--expect much: give a number, or full"),
     ],

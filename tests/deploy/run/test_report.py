@@ -87,6 +87,8 @@ async def test_causes_of_failed_episodes_are_reported_once(
 ) -> None:
     run = RunDir.of(config)
     reporter = Reporter(config, run, queue, [], LivesFile(run.lives))
+    resumed = Reporter(config, run, queue, [], LivesFile(run.lives), summary="run id")
+    resumed._report(replace(await queue.status(), failures={"tool: an earlier life's": 1}))
     for count in (1, 2):
         reporter._report(replace(await queue.status(), failures={"sandbox: no box is free": count}))
     lines = [line for line in capsys.readouterr().err.splitlines() if "tried again" in line]

@@ -27,15 +27,25 @@ def test_only_an_untrained_run_leaves_its_name_free(tmp_path: Path) -> None:
         (run.redis / "appendonly.aof").write_text("episodes of the first attempt")
         run.summary.write_text("{}")
         run.identity.write_text("a1b2\n")
-        run.checkpoints.mkdir()
+        (run.checkpoints / "step_00000000").mkdir(parents=True)  # of a run that failed in its first step
+        (run.checkpoints / "step_00000000" / "trainer.json").write_text("{}")
     with RunLock(run, resume=False):
-        gone = (run.summary, run.redis, run.identity)  # with its id another recipe would enter the first one's queue
+        gone = (
+            run.summary,
+            run.redis,
+            run.identity,
+            run.checkpoints,
+        )  # with its id another recipe would enter the first one's queue
         assert [path for path in gone if path.exists()] == []
         run.config.write_text("name: mine")
         run.metrics.write_text('{"step": 0}\n')
     refused(run, "--resume")
     with RunLock(run, resume=True):
         assert run.metrics.exists()
+    run.metrics.unlink()
+    (run.checkpoints / "step_00000001").mkdir(parents=True)
+    (run.checkpoints / "step_00000001" / "trainer.json").write_text("{}")
+    refused(run, "--resume")
     foreign = RunDir(tmp_path / "foreign")
     foreign.root.mkdir()
     (foreign.root / "summary.json").write_text("{}")

@@ -63,7 +63,13 @@ async def test_a_living_run(living: LivingRun) -> None:
     assert held["workers"]["agent-7"] == 4
     assert held["waiting"][1] == "agent workers: run 4 episodes, 7 requests are in flight"
     page = (await invoke(str(living.root))).stdout
-    for words in ("mine  alive  step 3 of 50", "94 s left", "trainer running, 2 restarts", "rollout-1", "→ shipped 0"):
+    for words in (
+        "mine  running  step 3 of 50",
+        "94 s left",
+        "trainer running, 2 restarts",
+        "rollout-1",
+        "→ shipped 0",
+    ):
         assert words in page, page
 
 
@@ -126,11 +132,11 @@ async def test_without_a_name_the_runs_are_listed(living: LivingRun) -> None:
     states = {one["run"]: (one["state"], one["step"], one["steps"]) for one in listed}
     assert states == {
         "mine": ("running", 3, 50),
-        "ended": ("ended", 2, 9),
-        "killed": ("unfinished", 1, 9),
-        "mine-eval": ("unfinished", None, None),
+        "ended": ("finished", 2, 9),
+        "killed": ("interrupted", 1, 9),
+        "mine-eval": ("interrupted", None, None),
     }
     lines = (await invoke("--runs-dir", str(runs))).stdout.splitlines()
-    assert [line.split()[:5] for line in lines if "ended" in line] == [["ended", "ended", "2", "of", "9"]]
+    assert [line.split()[:5] for line in lines if "ended" in line] == [["ended", "finished", "2", "of", "9"]]
     assert "RUN is missing" in (await invoke("--watch", "--runs-dir", str(runs))).stderr
     assert "penstock run" in (await invoke("--runs-dir", str(runs / "nothing"))).stdout
