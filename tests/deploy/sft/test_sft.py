@@ -129,7 +129,7 @@ def test_messages_become_a_model(tmp_path: Path, start: Start) -> None:
     for words in ("24 conversations", "validation loss", "mine-sft: all 12 steps are trained", f"model      {root}"):
         assert words in log
     start(*given, "--resume").finish()
-    assert "all 12 steps are trained, nothing is left to do" in run.log.read_text()
+    assert "nothing is left to do of 12 steps" in run.log.read_text()
     assert len(lines(root / "metrics.jsonl")) == 12
     assert "{" not in log
     start("sft.messages=messages.jsonl").finish(status=2)
