@@ -36,7 +36,7 @@ with uncollected():
     from penstock.deploy.commands.rescore import rescore
     from penstock.deploy.commands.serve import serve
     from penstock.deploy.commands.servers import redis_server, reward_server, search_server, teacher_server
-    from penstock.deploy.commands.shared import Overrides, Recipe, user_errors
+    from penstock.deploy.commands.shared import Overrides, Recipe, set_json, user_errors
     from penstock.deploy.commands.simulate import simulate
     from penstock.deploy.commands.start import init, quickstart, recipes
     from penstock.deploy.commands.status import status
@@ -88,6 +88,7 @@ def main_options(
     ] = False,
 ) -> None:
     """Asynchronous, disaggregated reinforcement learning for agents that use tools."""
+    set_json(False)  # of a command before in this process
 
 
 QueueUrl = Annotated[str | None, typer.Option("--queue", help="redis:// URL of the run's queue [PENSTOCK_QUEUE].")]

@@ -51,7 +51,8 @@ _json = ContextVar("json", default=False)
 """The command prints JSON."""
 
 
-def _prints_json(value: bool) -> bool:
+def set_json(value: bool) -> bool:
+    """Returns `value`: whether the command prints JSON."""
     _json.set(value)
     return value
 
@@ -60,7 +61,7 @@ AsJson = Annotated[
     bool,
     typer.Option(
         "--json",
-        callback=_prints_json,
+        callback=set_json,
         help='Print one JSON object and nothing else; {"error": …} if the command fails.',
     ),
 ]

@@ -164,7 +164,7 @@ def test_the_final_model_then_the_newest_checkpoint(tmp_path: Path) -> None:
         ({"checkpoint": "nowhere"}, "no model folder"),
         ({"checkpoint": "4", "url": "http://x"}, "--url and --checkpoint"),
         ({"temperature": 0.0}, "would be the same"),
-        ({"split": "eval"}, "--split eval"),
+        ({"split": "eval"}, "data.eval is not set"),
         ({"name": "a/b"}, "Names runs/NAME"),
         ({"overrides": ["agent.workers=0"]}, "agent.workers is 0"),
         ({"overrides": ["rollout.servers=0"]}, "rollout.servers is 0"),
