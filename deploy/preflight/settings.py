@@ -27,15 +27,16 @@ GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 TRAINER = ("torch", "safetensors", "tensorboard", "matplotlib")
 
 
-def check_sinks(config: RunConfig) -> Check | None:
+def check_sinks(config: RunConfig) -> Check:
     """Check what W&B needs: a sink that cannot start is left out of the run, and only the trainer's log says so."""
     name, left_out = "trainer.sinks", "and the run continues without it"
+    ready = Check(name, True, ", ".join(["metrics.jsonl", *config.trainer.sinks]))
     if "wandb" not in config.trainer.sinks:
-        return None
+        return ready
     if importlib.util.find_spec("wandb") is None:
         return warning(name, f"wandb is not installed, {left_out}", "pip install 'penstock[wandb]'")
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
-        return Check(name, True, ", ".join(config.trainer.sinks))
+        return ready
     return warning(name, f"WANDB_API_KEY is not set, {left_out}", "set it, or WANDB_MODE=offline")
 
 

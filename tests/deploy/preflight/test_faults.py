@@ -135,15 +135,12 @@ def test_wandb_that_would_be_left_out_is_told_before_the_run(monkeypatch: pytest
     config = load_config(RECIPE, ["trainer.sinks=[wandb]"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     check = check_sinks(config)
-    assert check is not None
     assert (check.ok, check.warns, check.found.split(",")[0]) == (True, True, "WANDB_API_KEY is not set")
     monkeypatch.setenv("WANDB_MODE", "offline")
     check = check_sinks(config)
-    assert check is not None
     assert not check.warns
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check = check_sinks(config)
-    assert check is not None
     assert check.fix == "pip install 'penstock[wandb]'"
 
 
