@@ -65,7 +65,8 @@ def run_recipe(
     except ConfigError as error:
         return _complain(str(error), 2, as_json=as_json)
     except (RoleFailed, StalledRun, VersionRefused, QueueError) as error:
-        return _complain(f"{error}\nonce the cause is corrected, continue with: {again}", 1, as_json=as_json)
+        hint = f"\nonce the cause is corrected, continue with: {again}" if _can_continue(config) else ""
+        return _complain(f"{error}{hint}", 1, as_json=as_json)
     except (Interrupted, KeyboardInterrupt):
         return _complain(_interrupted(config, again), 130, as_json=as_json)
     if as_json:
@@ -89,9 +90,13 @@ def _explain(config: RunConfig) -> None:
 
 def _interrupted(config: RunConfig | None, command: str) -> str:
     """The last line of a run that was interrupted. `config` is None if the recipe was still read."""
-    if config is None or not has_begun(RunDir.of(config)):
-        return "interrupted before the run began: nothing is kept"
-    return f"interrupted; continue with: {command}"
+    if _can_continue(config):
+        return f"interrupted; continue with: {command}"
+    return "interrupted before the run began: nothing is kept"
+
+
+def _can_continue(config: RunConfig | None) -> bool:
+    return config is not None and has_begun(RunDir.of(config))
 
 
 def _nothing_left(config: RunConfig, overrides: Sequence[str] = ()) -> str:
@@ -108,9 +113,8 @@ def _nothing_left(config: RunConfig, overrides: Sequence[str] = ()) -> str:
         return ""
     keys = tuple(f"{override.partition('=')[0]}: " for override in overrides)
     changes = [change for change in changed_settings(run, with_stop_grace(config)) if change.startswith(keys)]
-    unused = f"; without effect: {', '.join(changes)}" if changes else ""
-    left = f"{summary['ended']}, nothing is left to do; a larger trainer.steps continues the run"
-    return f"{config.name}: {left}{unused}"
+    sentence = f"{config.name}: {summary['ended']}, nothing is left to do; a larger trainer.steps continues the run"
+    return f"{sentence}; without effect: {', '.join(changes)}" if changes else sentence
 
 
 def _ray_placement(address: str | None) -> Placement:

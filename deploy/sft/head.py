@@ -40,6 +40,8 @@ from penstock.sandbox import SandboxError
 from penstock.tools import ToolConfigError
 from penstock.trainer import DataError, steps_of
 
+REFUSALS = (ConfigError, DataError, AgentError, SandboxError, ToolConfigError)
+"""The recipe or its data are wrong."""
 REPORT_S = 0.5
 LINE_S = 2.0
 """Between two lines if standard error is not a terminal."""
@@ -55,7 +57,7 @@ def fine_tune_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool) ->
 
     try:
         summary = _fine_tune(load_sft_config(recipe, overrides), console, resume=resume)
-    except (ConfigError, DataError, AgentError, SandboxError, ToolConfigError) as error:
+    except REFUSALS as error:
         return complain(str(error), 2)
     except RoleFailed as error:
         return complain(str(error), 1)
@@ -114,10 +116,8 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
     run = RunDir.of(config)
     if resume:
         require_run(run)
-    with contextlib.ExitStack() as stack:
-        if not run.root.exists():
-            stack.callback(_remove_unprepared, run)
-        stack.enter_context(RunLock(run, resume=resume))
+    is_new = not run.root.exists()
+    with RunLock(run, resume=resume):
         run.logs.mkdir(exist_ok=True)
         if not resume:
             shutil.rmtree(run.data, ignore_errors=True)
@@ -125,7 +125,12 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
             # First: a folder with this file and no step counts as untrained, whenever it was left.
             run.write_config(config)
         changes = changed_settings(run, config) if resume else []
-        prepared = prepare(config, run.data, [one for one in changes if not one.startswith("trainer.")])
+        try:
+            prepared = prepare(config, run.data, [one for one in changes if not one.startswith("trainer.")])
+        except REFUSALS:
+            if is_new:
+                shutil.rmtree(run.root)
+            raise
         steps = steps_of(config.sft, prepared.conversations)
         if resume and _trained_steps(run) >= steps:
             console.print(f"{config.name}: nothing is left to do of {steps} steps", markup=False)
@@ -136,12 +141,6 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
         reporter = SftReporter(config, run, prepared, console)
         total = asyncio.run(_supervise(config, run, reporter))
         return write_sft_summary(config, run, prepared, total)
-
-
-def _remove_unprepared(run: RunDir) -> None:
-    """Remove the folder of a run that was refused before there was any data."""
-    if not run.data.exists() or not any(run.data.iterdir()):
-        shutil.rmtree(run.root, ignore_errors=True)
 
 
 def _trained_steps(run: RunDir) -> int:

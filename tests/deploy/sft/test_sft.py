@@ -103,6 +103,17 @@ def test_what_sft_cannot_begin_with_is_refused_with_its_field_and_a_fix(tmp_path
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_refused_fine_tuning_leaves_no_folder_but_one_that_was_there(tmp_path: Path, capsys: Any) -> None:
+    recipe, given = recipe_in(tmp_path), [f"runs_dir={tmp_path / 'runs'}"]
+    assert fine_tune_recipe(recipe, given, resume=False) == 2
+    assert "nothing to train on" in capsys.readouterr().err
+    root = tmp_path / "runs" / "mine-sft"
+    assert not root.exists()
+    root.mkdir()
+    assert fine_tune_recipe(recipe, given, resume=False) == 2
+    assert root.exists()
+
+
 # training ----------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_messages_become_a_model(tmp_path: Path, start: Start) -> None:
