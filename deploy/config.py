@@ -173,6 +173,9 @@ class RunConfig(BaseModel):
         return max([self.group_size, *(size for size in sizes if size is not None)])
 
 
+SCHEMA = ConfigSchema(RunConfig)
+
+
 class ConfigError(Exception):
     """The recipe or an override is invalid; the message may have several lines."""
 
@@ -200,7 +203,7 @@ def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise _invalid(error, str(recipe), overrides=overrides) from None
+        raise ConfigError(SCHEMA.complaints(error, str(recipe), overrides=overrides)) from None
 
 
 def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxConfig:
@@ -216,7 +219,7 @@ def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxC
     try:
         return SandboxConfig.model_validate(tree["sandbox"])
     except ValidationError as error:
-        raise _invalid(error, str(recipe or "overrides"), "sandbox") from None
+        raise ConfigError(SCHEMA.complaints(error, str(recipe or "overrides"), "sandbox")) from None
 
 
 def parse_config(tree: Mapping[str, Any], source: str) -> RunConfig:
@@ -224,7 +227,7 @@ def parse_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise _invalid(error, source) from None
+        raise ConfigError(SCHEMA.complaints(error, source)) from None
 
 
 def dump_config(config: RunConfig, run: Path | None = None) -> str:
@@ -305,7 +308,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         problem = f"{error.context}: {error.problem}" if isinstance(error, yaml.MarkedYAMLError) else str(error)
         fix = "close its bracket" if "<stream end>" in problem else "quote text as '\"…\"'"
         raise ConfigError(f"override {override!r}: the value is not valid YAML ({problem}); {fix}") from None
-    if value is None and not text.strip() and ConfigSchema(RunConfig).annotation(dotted) is str:
+    if value is None and not text.strip() and SCHEMA.annotation(dotted) is str:
         value = ""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-6 as a string; people mean the number
@@ -393,30 +396,3 @@ def _resolve_path(text: str, roots: Sequence[Path]) -> str:
         if file.startswith("/") and (copy := root / CODE / file[1:]).exists():
             return f"{copy}{colon}{name}"
     return text
-
-
-def _invalid(error: ValidationError, source: str, *sections: str, overrides: Sequence[str] = ()) -> ConfigError:
-    """One line per problem. `sections`: where the checked part stands in the recipe."""
-    schema = ConfigSchema(RunConfig)
-    lines = []
-    for problem in error.errors():
-        path = [*sections, *map(str, problem["loc"])]
-        key, unknown = ".".join(path), problem["type"] == "extra_forbidden"
-        override = next((one for one in reversed(overrides) if _concerns(one, key, unknown=unknown)), None)
-        line = f"{f'override {override!r}: ' if override else ''}{schema.explain(problem, path)}"
-        if source.endswith(".py") and line.startswith("data: is required"):
-            line = (
-                "data: no tasks; define a class with reset(seed) and step(action) in this file, or TASKS, a list of "
-                "rows, and compute_score; or set data.train in SETTINGS"
-            )
-        lines.append(line)
-    if all(line.startswith("override ") for line in lines):
-        return ConfigError("\n".join(lines))
-    head = f"{source}: {len(lines)} problem{'s' * (len(lines) > 1)}"
-    return ConfigError("\n  ".join([head, *lines]))
-
-
-def _concerns(override: str, key: str, *, unknown: bool) -> bool:
-    """`key`, of a problem, is the override's own, or below it; or the section of it that is unknown."""
-    own = f"{override.partition('=')[0]}."
-    return f"{key}.".startswith(own) or (unknown and own.startswith(f"{key}."))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from penstock.deploy.removed_settings import ELSEWHERE, removed
@@ -18,6 +18,30 @@ class ConfigSchema:
     """The sections and keys below `root`."""
 
     root: type[BaseModel]
+
+    def complaints(self, error: ValidationError, source: str, *sections: str, overrides: Sequence[str] = ()) -> str:
+        """One line per problem, under one that names `source` unless overrides alone are wrong.
+
+        Args:
+            sections: where the checked part stands in the recipe.
+            overrides: ``a.b=value``; the last one that a problem is of is named.
+        """
+        lines = []
+        for problem in error.errors():
+            path = [*sections, *map(str, problem["loc"])]
+            key, unknown = ".".join(path), problem["type"] == "extra_forbidden"
+            override = next((one for one in reversed(overrides) if _concerns(one, key, unknown=unknown)), None)
+            line = f"{f'override {override!r}: ' if override else ''}{self.explain(problem, path)}"
+            if source.endswith(".py") and line.startswith("data: is required"):
+                line = (
+                    "data: no tasks; define a class with reset(seed) and step(action) in this file, or TASKS, a list "
+                    "of rows, and compute_score; or set data.train in SETTINGS"
+                )
+            lines.append(line)
+        if all(line.startswith("override ") for line in lines):
+            return "\n".join(lines)
+        head = f"{source}: {len(lines)} problem{'s' * (len(lines) > 1)}"
+        return "\n  ".join([head, *lines])
 
     def explain(self, problem: ErrorDetails, path: Sequence[str]) -> str:
         """One line: the key, what is wrong, and what the key means."""
@@ -69,6 +93,12 @@ class ConfigSchema:
                 return None
             model = inner
         return model
+
+
+def _concerns(override: str, key: str, *, unknown: bool) -> bool:
+    """`key`, of a problem, is the override's own, or below it; or the section of it that is unknown."""
+    own = f"{override.partition('=')[0]}."
+    return f"{key}.".startswith(own) or (unknown and own.startswith(f"{key}."))
 
 
 def _paths(model: type[BaseModel]) -> Iterator[str]:

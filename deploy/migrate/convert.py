@@ -19,7 +19,6 @@ from penstock.deploy.migrate.source import BadSource, GivenSettings
 from penstock.deploy.migrate.table import Name, Table
 
 SHORT_CHARS = 60
-_LEFT = re.compile(r"\$\{?\w")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,7 @@ def _readable(
             continue
         if isinstance(value, str) and "$" in value and table.knows(key) and isinstance(table.default(key), int | float):
             raise BadSource(f"{key}={value}: its variable is not set: give {key}=NUMBER")
-        if _LEFT.search(str(value)) and table.knows(key):
+        if re.search(r"\$\{?\w", str(value)) and table.knows(key):
             notes.append(f"{key}={value}: its variable is not set: give {key}=VALUE, or correct it in the recipe")
         yield key, value
 

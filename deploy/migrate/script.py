@@ -34,7 +34,7 @@ _OWN_FOLDER = re.compile(
 )
 _CONDITION, _END = re.compile(r"\s*(?:if|case)\b"), re.compile(r"\s*(?:fi|esac)\b")
 _TEST, _LOOP = re.compile(r"\s*(?:\[|test\b)"), re.compile(r"\s*(?:for|select)\b")
-_KEYWORD = re.compile(r"\s*(?:(?:then|else|elif|do|!|\{)\s+)+")
+_KEYWORD = re.compile(r"\A\s*(?:(?:then|else|elif|do|!|\{)\s+)+")
 _PROGRAM = re.compile(r"(?:^|/)python[\d.]*$|\.py$|(?:^|\.)main_\w+$")
 GROUPS = ("model_engine",)
 """Settings without a dot that are no variables of a script: hydra's groups."""
@@ -62,7 +62,7 @@ class ShellScript:
         for command, is_guarded in _commands(text):
             depth += (_CONDITION.match(command) is not None) - (_END.match(command) is not None)
             self._in_branch = is_guarded or depth > 0
-            plain = _KEYWORD.sub("", command, count=1) if _KEYWORD.match(command) else command
+            plain = _KEYWORD.sub("", command)
             if _LOOP.match(plain):
                 continue
             if array := _ARRAY.fullmatch(plain):
