@@ -83,7 +83,7 @@ class Interruption:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
-        """A test in a worker that was told has not failed."""
+        """Report a test that the interrupt broke off in a worker as skipped."""
         if self._interrupted:
             report.outcome = "skipped"
             report.longrepr = (report.nodeid, 0, "Skipped: interrupted")

@@ -68,10 +68,10 @@ def honest(state: EpisodeState) -> str:
 async def test_env_check_policy_reads_results_in_order(recipe_dir: Path) -> None:
     ended: list[int] = []
     numbers = (4, 1, 3, 2, 5)
-    found = await play(recipe_dir, honest, *numbers, on_ended=ended.append)
-    assert (found.rewards, found.failures) == ([1.0] * 5, [])
-    assert [one.extra["tool_results"] for one in found.trajectories] == [[str(2 * number)] for number in numbers]
-    assert [one.num_turns for one in found.trajectories] == [2] * 5
+    check = await play(recipe_dir, honest, *numbers, on_ended=ended.append)
+    assert (check.rewards, check.failures) == ([1.0] * 5, [])
+    assert [one.extra["tool_results"] for one in check.trajectories] == [[str(2 * number)] for number in numbers]
+    assert [one.num_turns for one in check.trajectories] == [2] * 5
     assert ended[-1] == 5
 
 
@@ -82,24 +82,24 @@ async def test_env_check_policy_sees_its_turn(recipe_dir: Path) -> None:
         seen.append((state.turn, state.results))
         return state.call("double", number=state.turn + 1) if state.turn < 2 else "done"
 
-    found = await play(recipe_dir, twice, 7)
+    check = await play(recipe_dir, twice, 7)
     assert seen == [(0, []), (1, ["2"]), (2, ["2", "4"])]
-    assert found.rewards == [0.0]
+    assert check.rewards == [0.0]
 
 
 async def test_env_check_policy_gives_a_tool_an_argument_called_name(recipe_dir: Path) -> None:
     def calls_person(state: EpisodeState) -> str:
         return state.results[-1] if state.turn else state.call("double", name="x", self=1)
 
-    found = await play(recipe_dir, calls_person, 7)
-    assert found.failures == []
-    assert "unknown argument 'name'" in found.trajectories[0].extra["tool_error_texts"][0]
+    check = await play(recipe_dir, calls_person, 7)
+    assert check.failures == []
+    assert "unknown argument 'name'" in check.trajectories[0].extra["tool_error_texts"][0]
 
 
 async def test_env_check_broken_tool_is_no_zero_reward(recipe_dir: Path) -> None:
-    found = await play(recipe_dir, honest, 1, 13, 2)
-    assert found.rewards == [1.0, 1.0]
-    (letter,) = found.failures
+    check = await play(recipe_dir, honest, 1, 13, 2)
+    assert check.rewards == [1.0, 1.0]
+    (letter,) = check.failures
     assert letter.episode_id == f"{SPLIT}/00000001#0"
     assert re.search(r"the machine is broken \(.*doubling_for_rehearsal\.py, line 8\)", letter.outcome.reason)
 
@@ -108,9 +108,9 @@ async def test_env_check_reports_policy_error(recipe_dir: Path) -> None:
     def broken(state: EpisodeState) -> str:
         raise KeyError("no such row")
 
-    found = await play(recipe_dir, broken, 1)
-    assert found.trajectories == []
-    assert "no such row" in found.failures[0].outcome.reason
+    check = await play(recipe_dir, broken, 1)
+    assert check.trajectories == []
+    assert "no such row" in check.failures[0].outcome.reason
 
 
 async def test_env_check_raises_recipe_error(recipe_dir: Path) -> None:
