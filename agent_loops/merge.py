@@ -75,10 +75,14 @@ def to_trajectory(
 ) -> Trajectory:
     """Segments in order; the episode's outcome is its last segment's. `images`: as `images_of` finds them.
 
+    The row's `extra_info.instance_id` is kept in `extra`: people know tasks of Harbor and SWE-bench by that name.
+
     Raises `BadOutput` naming what is not a number.
     """
     merged_metrics = {key: value for output in outputs for key, value in output.metrics.items()}
-    merged_extra = {key: value for output in outputs for key, value in output.extra.items()}
+    instance = lease.task.extra_info.get("instance_id")
+    merged_extra = {"instance_id": instance} if isinstance(instance, str) else {}
+    merged_extra |= {key: value for output in outputs for key, value in output.extra.items()}
     return Trajectory(
         episode_id=lease.episode_id,
         task_id=lease.task.task_id,

@@ -49,6 +49,8 @@ class RunDir:
         self.timeline = root / "timeline.jsonl"
         self.weight_updates = root / "weight_updates.jsonl"
         """The queue's weight updates, written when the run ends: the queue is away then."""
+        self.dead_letters = root / "dead_letters.jsonl"
+        """The oldest dead letters, written when the run ends, for the same reason."""
         self.turns = root / "turns.jsonl"
         """Holders of the shared devices and their bytes, of a run in turns; written when it ends."""
         self.metric_addresses = root / "metrics"

@@ -127,7 +127,6 @@ class LimitedSandbox(ABC):
             )
 
     def check_needs(self, needs: BoxNeeds) -> None:
-        """Raises `UnmetNeeds` where a box may not or cannot be made so."""
         if needs.own_root and not self.config.own_root:
             raise UnmetNeeds("a session asks for its own root: allow that with sandbox.own_root: true")
         for name, most in self.config.own_limits.model_dump().items():

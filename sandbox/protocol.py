@@ -170,6 +170,9 @@ class ServedSession(Session, Protocol):
 class Sandbox(Protocol):
     """A maker of boxes, one per worker process or sandbox server."""
 
+    def check_needs(self, needs: BoxNeeds) -> None:
+        """Raises `UnmetNeeds` where a box may not or cannot be made so. A server's maker leaves it to `start`."""
+
     async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> Session:
         """A fresh box of `image` (None: the backend's default); `label` (run and episode) marks it for reaping.
 

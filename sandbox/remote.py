@@ -124,6 +124,9 @@ class RemoteSandbox:
         self.client = RemoteClient(url, token, config.max_boxes + 16)
         self._ttl_s = ttl_s
 
+    def check_needs(self, needs: BoxNeeds) -> None:
+        """The server's, which checks them."""
+
     async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> RemoteSession:
         body = {"label": label[:256], "ttl_s": self._ttl_s, "image": image}
         if needs is not None:

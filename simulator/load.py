@@ -11,6 +11,8 @@ from pydantic import ValidationError
 
 from penstock.simulator.config import Simulation
 
+NO_SETUP = "{} is a recipe; a setup has the sizes and speeds of a cluster: penstock simulate agentic-64.yaml"
+
 
 class BadSetup(Exception):
     """The file, a name or an override is wrong; the message names the key and is for people."""
@@ -18,12 +20,16 @@ class BadSetup(Exception):
 
 def of_file(path: Path) -> Simulation:
     """Raises `BadSetup`."""
+    if path.suffix == ".py":
+        raise BadSetup(NO_SETUP.format(path))
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
         raise BadSetup(f"{path}: {error.strerror or error}") from None
     except yaml.YAMLError as error:
         raise BadSetup(f"{path}: not valid YAML: {error}") from None
+    if isinstance(tree, dict) and "model" in tree:
+        raise BadSetup(NO_SETUP.format(path))
     if not isinstance(tree, dict):
         raise BadSetup(f"{path}: a setup is a mapping of work, rollout, trainer …, not {type(tree).__name__}")
     return _checked(tree, str(path))

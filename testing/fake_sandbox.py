@@ -69,6 +69,9 @@ class FakeSandbox:
         self.start_s = 0.0
         self.broken_images: set[str | None] = set()
 
+    def check_needs(self, needs: BoxNeeds) -> None:
+        """Any."""
+
     async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> FakeSession:
         self.started += 1
         session = FakeSession(self, f"box-{self.started}", image)

@@ -214,6 +214,9 @@ def check_reward(config: AgentConfig, data_sources: Iterable[str]) -> None:
 class _NoSandbox:
     """Stands in for the worker's sandbox while a recipe is checked."""
 
+    def check_needs(self, needs: BoxNeeds) -> None:
+        """`start` says it."""
+
     async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> Session:
         raise SandboxError("no sandbox is available while a recipe is checked")
 

@@ -95,7 +95,8 @@ def show(
         return
     outcome = " ".join(filter(None, record["outcome"].values()))
     learned = "" if record["learned"] else "  in no checkpoint: not learned"
-    print(f"{episode}  step {record['step']}  reward {record['reward']}  {outcome}{learned}")
+    instance = f"  {record['extra']['instance_id']}" if "instance_id" in record["extra"] else ""
+    print(f"{episode}{instance}  step {record['step']}  reward {record['reward']}  {outcome}{learned}")
     for segment in record["segments"]:
         print(f"── prompt, {segment['prompt_tokens']} tokens\n{segment['prompt']}")
         for part in segment["runs"]:

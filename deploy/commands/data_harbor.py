@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.deploy.commands.shared import show_progress, user_errors
+from penstock.deploy.commands.shared import Overrides, show_progress, user_errors
 
 if TYPE_CHECKING:
     from penstock.datasets.harbor import CheckedTask
+    from penstock.deploy.config import RunConfig
     from penstock.sandbox import SandboxConfig
     from penstock.sandbox.harbor import HarborTask
 
 
-def check(  # noqa: PLR0917 - options of a command
+def check(
     folder: Annotated[Path, typer.Argument(help="A task's folder, or a folder of tasks.", metavar="FOLDER")],
+    overrides: Overrides = None,
+    *,
     recipe: Annotated[
         Path | None, typer.Option(help="Check in the boxes of this recipe: its `sandbox`, and its `harbor` tools.")
     ] = None,
@@ -48,13 +51,15 @@ def check(  # noqa: PLR0917 - options of a command
     Ends with status 1 where a task is unsound. A check that was stopped continues from there; a task whose files or
     boxes have changed is checked anew.
 
-    Example: penstock data check tasks --concurrency 4
+    Examples: penstock data check tasks --concurrency 4
+    penstock data check tasks --recipe recipe.yaml sandbox.memory_mb=8192
     """
     with _harbor_errors():
+        config = _config(recipe, overrides or [])
         check = _check(
             folder,
-            _config(recipe, backend, image, concurrency),
-            _passed(recipe),
+            _boxes(config, backend, image, concurrency),
+            _passed(config),
             record=record or folder.absolute().with_name(f"{folder.absolute().name}.check.jsonl"),
             names=only or [],
             concurrency=concurrency,
@@ -135,21 +140,29 @@ class _Images:
             await build_image(task.image, context, task.build_timeout_s, self._network)
 
 
-def _config(recipe: Path | None, backend: str, image: str, concurrency: int) -> SandboxConfig:
-    """Raises `ConfigError`, `ValidationError`."""
+def _config(recipe: Path | None, overrides: Sequence[str]) -> RunConfig | None:
+    """Raises `ConfigError`."""
+    from penstock.deploy.config import ConfigError, load_config
+
+    if recipe is not None:
+        return load_config(recipe, overrides)
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: overrides a recipe, and none is named; add --recipe")
+    return None
+
+
+def _boxes(config: RunConfig | None, backend: str, image: str, concurrency: int) -> SandboxConfig:
+    """Raises `ValidationError`."""
     from penstock.datasets.harbor import check_config
-    from penstock.deploy.config import load_config
 
-    if recipe is None:
+    if config is None:
         return check_config(backend, image, concurrency)
-    return load_config(recipe).sandbox.model_copy(update={"max_boxes": concurrency})
+    return config.sandbox.model_copy(update={"max_boxes": concurrency})
 
 
-def _passed(recipe: Path | None) -> dict[str, str]:
+def _passed(config: RunConfig | None) -> dict[str, str]:
     """Variables that the recipe's `harbor` tools let tasks read."""
-    from penstock.deploy.config import load_config
-
-    tools = load_config(recipe).tools if recipe is not None else []
+    tools = config.tools if config is not None else []
     names = [name for tool in tools if tool.name == "harbor" for name in tool.settings.get("pass_env", ())]
     return {name: os.environ[name] for name in names if name in os.environ}
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from penstock.common import read_jsonl
 from penstock.dashboard import plain
 from penstock.deploy.commands.shared import user_errors
 from penstock.deploy.config import ConfigError
@@ -23,7 +24,7 @@ from penstock.deploy.run.connection import (
     USER_VARIABLE,
     RunConnection,
 )
-from penstock.deploy.run_dir import no_such_run
+from penstock.deploy.run_dir import RunDir, no_such_run
 from penstock.transfer_queue import (
     QueueError,
     QueueUnavailable,
@@ -55,8 +56,9 @@ def status(
 
     Of a run that ended: its summary.json, since its queue ended with it.
     """
-    if not prometheus and (summary := _summary_of_ended(run)) is not None:
-        print(json.dumps(summary, indent=2))
+    if not prometheus and (ended := _ended(run)) is not None:
+        summary = json.loads(ended.summary.read_text(encoding="utf-8"))
+        print(json.dumps({"run": ended.root.name, "alive": False, **summary}, indent=2))
         return
     queue_status, servers = _ask(run, lambda queue: asyncio.gather(queue.status(), queue.servers()))
     if prometheus:
@@ -118,21 +120,30 @@ def list_letters(
     limit: Annotated[int, typer.Option(help="Maximum number of letters.", min=1)] = 100,
     start: Annotated[int, typer.Option(help="Number of oldest letters to skip.", min=0)] = 0,
 ) -> None:
-    """One line per dead letter, oldest first: episode, attempts, cause."""
-    for letter in _ask(run, lambda queue: queue.dead_letters(limit, start)):
-        outcome = letter.outcome
-        print(f"{letter.episode_id}  attempts {letter.attempts}  {outcome.component}: {outcome.reason}")
+    """One line per dead letter, oldest first: episode, attempts, cause. Of a run that ended: its first 100 letters."""
+    ended = _letters_of_ended(run)
+    if ended is None:
+        listed = [plain(letter) for letter in _ask(run, lambda queue: queue.dead_letters(limit, start))]
+    else:
+        listed = ended[start : start + limit]
+    for letter in listed:
+        outcome = letter["outcome"]
+        print(f"{letter['episode_id']}  attempts {letter['attempts']}  {outcome['component']}: {outcome['reason']}")
 
 
 @letters.command()
 def show(episode_id: str, run: RunArgument = None) -> None:
     """Show a dead letter with its journal: model output and tool results."""
-    letter = _ask(run, lambda queue: queue.dead_letter(episode_id))
+    ended = _letters_of_ended(run)
+    if ended is None:
+        letter = plain(_ask(run, lambda queue: queue.dead_letter(episode_id)))
+    else:
+        letter = next((one for one in ended if one["episode_id"] == episode_id), None)
     if letter is None:
         message = f"{episode_id}: no such dead letter; `penstock queue dead-letters list` shows them"
         typer.secho(message, fg="red", err=True)
         raise typer.Exit(1)
-    print(json.dumps(plain(letter), indent=2))
+    print(json.dumps(letter, indent=2))
 
 
 @letters.command()
@@ -187,14 +198,13 @@ def _folder(run: str) -> Path:
     return Path(run) if Path(run).name != run else RUNS / run
 
 
-def _summary_of_ended(run: str | None) -> dict[str, Any] | None:
+def _letters_of_ended(run: str | None) -> list[dict[str, Any]] | None:
+    folder = _ended(run)
+    return None if folder is None else read_jsonl(folder.dead_letters)
+
+
+def _ended(run: str | None) -> RunDir | None:
     """None if it is not known to have ended: no summary, or a queue to ask."""
     name = run or os.environ.get(RUN_VARIABLE, "")
-    folder = _folder(name)
-    if not name or (folder / "connect.env").exists():
-        return None
-    try:
-        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return {"run": folder.name, "alive": False, **summary}
+    folder = RunDir(_folder(name))
+    return folder if name and folder.summary.exists() and not folder.connect_env.exists() else None

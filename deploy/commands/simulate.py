@@ -8,16 +8,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import penstock
 from penstock.deploy.commands.shared import AsJson, Overrides, user_errors
 
 if TYPE_CHECKING:
     from penstock.simulator import Simulation
 
+SETUPS = Path(penstock.__file__).parent / "simulator" / "setups"
 COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "staleness_mean", "staleness_max")
 
 
+def _own_or_shipped(setup: Path) -> Path:
+    shipped = SETUPS / setup.name
+    return shipped if not setup.exists() and shipped.is_file() else setup
+
+
 def simulate(
-    setup: Annotated[Path, typer.Argument(help="A YAML file of a cluster and its work, as on the page 'Scale'.")],
+    setup: Annotated[
+        Path,
+        typer.Argument(
+            help="A YAML file of a cluster and its work, as on the page 'Scale', or the name of one that ships.",
+            callback=_own_or_shipped,
+        ),
+    ],
     overrides: Overrides = None,
     *,
     sweep: Annotated[str | None, typer.Option(help="key=a,b,c: one run for each value, as a table.")] = None,
@@ -27,8 +40,8 @@ def simulate(
 
     Nothing is started; a discrete-event model plays servers, gate and trainer in seconds.
 
-    Examples: penstock simulate simulator/setups/agentic-64.yaml
-    penstock simulate simulator/setups/agentic-64.yaml --sweep max_staleness=0,1,2,4
+    Examples: penstock simulate agentic-64.yaml
+    penstock simulate agentic-64.yaml --sweep max_staleness=0,1,2,4
     """
     from penstock.simulator import BadSetup, StuckSimulation, changed, of_file
 

@@ -96,7 +96,7 @@ async def _watch(folder: Path, name: str) -> None:
     async with _looking(folder, name) as look:
         state = await look()
         with Live(draw_state(state), console=Console(highlight=False), auto_refresh=False) as screen:
-            while state["alive"]:
+            while state["state"] == "running":
                 await asyncio.sleep(EVERY_S)
                 state = await look()
                 screen.update(draw_state(state), refresh=True)

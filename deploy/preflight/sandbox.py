@@ -10,17 +10,19 @@ import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from penstock.agent_loops import LoadError, load_object
+from penstock.datasets import HARBOR
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, skipped
 from penstock.deploy.preflight.data import rewards_of
 from penstock.deploy.run.connection import TOKEN_VARIABLE
 from penstock.sandbox import Sandbox, SandboxError, Session
+from penstock.sandbox.harbor import HarborTask, HarborTaskError, tasks_of
 from penstock.tools import ToolConfigError, need_sandbox
 
 OWNER = "doctor"
@@ -69,6 +71,35 @@ def check_sandbox(config: RunConfig) -> Check | None:
     except SandboxError as error:
         return Check("sandbox", False, str(error), "install what it names, or set another sandbox.backend")
     return Check("sandbox", True, config.sandbox.backend)
+
+
+def check_harbor_tasks(config: RunConfig) -> Check | None:
+    """The boxes that Harbor's tasks require: without them each episode would fail at its first call."""
+    specs = [spec for spec in (config.data.train, config.data.eval) if spec is not None and spec.startswith(HARBOR)]
+    if not specs or not needs_boxes(config):
+        return None
+    try:
+        tasks = [task for spec in specs for task in tasks_of(Path(spec.removeprefix(HARBOR)))]
+        problems = asyncio.run(_unmet(config, tasks))
+    except (HarborTaskError, SandboxError):
+        return None  # `check_data` and `check_sandbox` say so
+    if problems:
+        refused = f"{len(problems)} of {len(tasks)} tasks cannot have their box: {'; '.join(problems[:3])}"
+        return Check("tasks' boxes", False, refused, "change that setting, or leave these tasks out")
+    return Check("tasks' boxes", True, f"{len(tasks)} tasks can have theirs")
+
+
+async def _unmet(config: RunConfig, tasks: Sequence[HarborTask]) -> list[str]:
+    sandbox, problems = open_sandbox(config), []
+    try:
+        for task in tasks:
+            try:
+                sandbox.check_needs(task.needs)
+            except SandboxError as error:
+                problems.append(f"{task.name}: {error}")
+    finally:
+        await sandbox.close()
+    return problems
 
 
 OUTSIDE = ("1.1.1.1", 53)

@@ -43,7 +43,7 @@ from penstock.deploy.preflight.network import (
     check_weights_host,
 )
 from penstock.deploy.preflight.routing import check_routing_replay
-from penstock.deploy.preflight.sandbox import check_containment, check_sandbox
+from penstock.deploy.preflight.sandbox import check_containment, check_harbor_tasks, check_sandbox
 from penstock.deploy.preflight.service import check_keys, check_service, check_service_memory
 from penstock.deploy.preflight.settings import (
     check_algorithm,
@@ -105,6 +105,7 @@ FACTS: tuple[Asked, ...] = (
     check_template,
     check_teachers,
     check_sandbox,
+    check_harbor_tasks,
 )
 TRIALS: tuple[Asked, ...] = (
     check_versions,

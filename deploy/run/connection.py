@@ -188,9 +188,12 @@ def connection_of_run(config: RunConfig) -> RunConnection:
 
 
 @contextlib.contextmanager
-def connect_file(link: RunConnection, run: RunDir) -> Iterator[None]:
-    """The run's connect.env, as long as this head lives. One of a head that has taken the run over stays."""
-    text = f"{link.shell_lines()}{HEAD_LINE}{process_identity()}\n"
+def connect_file(link: RunConnection | None, run: RunDir) -> Iterator[None]:
+    """The run's connect.env, as long as this head lives. One of a head that has taken the run over stays.
+
+    Without a link, that of a run without a queue, it names the head alone.
+    """
+    text = f"{link.shell_lines() if link else ''}{HEAD_LINE}{process_identity()}\n"
     with os.fdopen(os.open(run.connect_env, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(text)
     try:

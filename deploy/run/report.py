@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from penstock.agent_loops import BLOCKING
-from penstock.common import JsonlTail, last_by, read_jsonl, rewrite_jsonl
-from penstock.dashboard import reward_warning
+from penstock.common import JsonlTail, last_by, read_jsonl, rewrite_jsonl, write_atomically
+from penstock.dashboard import plain, reward_warning
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run.plan import lent_servers
 from penstock.deploy.run.supervisor import SupervisedRole, Watchdog
@@ -221,6 +221,7 @@ async def write_summary(
     rows = last_by(read_jsonl(run.metrics), "step")
     status, updates = await queue.status(), await queue.updates()
     rewrite_jsonl(run.weight_updates, map(asdict, updates))
+    rewrite_jsonl(run.dead_letters, map(plain, await queue.dead_letters()))
     turns = await queue.turn_reports() if config.placement.in_turns else []
     if turns:
         rewrite_jsonl(run.turns, map(asdict, turns))
@@ -241,7 +242,7 @@ async def write_summary(
         "restarts": dict(total.restarts),
         "roles_failed": list(failed),
     }
-    run.summary.write_text(json.dumps(summary, indent=2) + "\n")
+    write_atomically(run.summary, json.dumps(summary, indent=2) + "\n")
     if rows:
         draw_reward(run.plot, rows, read_jsonl(run.evaluations))
     return summary

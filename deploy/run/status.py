@@ -21,47 +21,50 @@ Row = Mapping[str, Any]
 
 
 async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
-    """Serialisable as JSON; unknown values are None."""
+    """Serialisable as JSON; values that are unknown, or that a fine-tuning lacks, are None."""
     live = await pulse.of(run)
     config, rows = flat(files.config()), files.metrics.rows()
     status: Row = live.get("status", {})
     split = advise(rows, rollout_idle(files, rows, live.get("status")), files.devices)  # as the page does
     steps = config.get("trainer.steps")
     done = max(len(rows), int(status.get("version", 0)))
+    alive = live["alive"] or RunDir(files.root).is_alive()
     servers, end = live.get("servers", []), files.end()
     summary = end["summary"]
     ended_roles = {
         name: {"state": "failed" if name in summary.get("roles_failed", ()) else "ended", "restarts": n}
         for name, n in summary.get("restarts", {}).items()
     }
+    learning = _learning(rows)
     facts = ("version", "committed_step", "groups", "episodes", "workers", "waits_s", "ages_s", "unconsumed_bytes")
     return {
         "run": run,
         "alive": live["alive"],
         "cause": None if live["alive"] else live["cause"],
         "ended": end["ended"],
-        "state": state_of_run(end, alive=live["alive"]),
+        "state": state_of_run(end, alive=alive),
         "step": done,
         "steps": steps,
-        "eta_s": _eta_s(rows, done, steps) if live["alive"] else None,
+        "eta_s": _eta_s(rows, done, steps) if alive else None,
         "quiet_s": round(files.quiet_s, 1) if rows else None,
-        **_learning(rows),
+        **learning,
         **{name: status.get(name) for name in facts},
         "bound_groups": _bound(config),
         "servers": servers,
         "waiting": [_training(status, config), _rolling_out(status, servers, config)] if live["alive"] else [],
-        "advice": split.advice,
+        "advice": split.advice if learning["loss"] is None else None,
         "warning": "; ".join(filter(None, (split.warning, refusals(servers)))) or None,
         "roles": files.json_of("roles.json") or ended_roles,
     }
 
 
 def _learning(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return rewards, staleness and speed of the newest steps."""
+    """Return rewards, staleness and speed of the newest steps; `loss` of a fine-tuning, whose steps have no reward."""
     recent = rows[-RECENT_STEPS:]
     last = recent[-1] if recent else {}
     return {
         "reward": last.get("reward"),
+        "loss": last.get("loss") if "reward" not in last else None,
         "reward_recent": _mean(recent, "reward"),
         "staleness_mean": _mean(recent, "staleness_mean"),
         "staleness_max": max((row["staleness_max"] for row in recent if "staleness_max" in row), default=None),
@@ -141,17 +144,21 @@ def draw_state(state: dict[str, Any]) -> RenderableType:
 def _lines(state: dict[str, Any]) -> Iterator[str]:
     if state["ended"]:
         yield f"ended     {state['ended']}"
-    elif not state["alive"]:
+    elif state["state"] != "running":
         yield f"ended     interrupted or killed, --resume continues it; {state['cause']}"
-    yield (
-        f"learning  reward {_number(state['reward'])}; of the newest steps {_number(state['reward_recent'])}, "
-        f"staleness {_number(state['staleness_mean'])} on average and {_or_dash(state['staleness_max'])} at most"
-    )
+    elif not state["alive"] and state["loss"] is None:
+        yield f"queue     {state['cause']}"
     last = "no step yet" if state["quiet_s"] is None else f"the last step was {_time(state['quiet_s'])} ago"
-    yield (
-        f"speed     {_number(state['tokens_per_s'], 0)} trained tokens/s, {_number(state['step_s'], 1)} s per step, "
-        f"{_share(state['trainer_waits'])} of it waiting for episodes; {last}"
-    )
+    speed = f"speed     {_number(state['tokens_per_s'], 0)} trained tokens/s, {_number(state['step_s'], 1)} s per step"
+    if state["loss"] is None:
+        yield (
+            f"learning  reward {_number(state['reward'])}; of the newest steps {_number(state['reward_recent'])}, "
+            f"staleness {_number(state['staleness_mean'])} on average and {_or_dash(state['staleness_max'])} at most"
+        )
+        yield f"{speed}, {_share(state['trainer_waits'])} of it waiting for episodes; {last}"
+    else:
+        yield f"learning  loss {_number(state['loss'], 4)}"
+        yield f"{speed}; {last}"
     if state["faults"]:
         yield f"faults    of the newest step: {', '.join(f'{cause} ({n})' for cause, n in state['faults'].items())}"
     if state["groups"] is not None:
@@ -164,7 +171,8 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         listed = (f"{name} {role['state']}" + (f", {n} restarts" if (n := role["restarts"]) else "")
                 for name, role in state["roles"].items())  # fmt: skip
         yield f"roles     {'; '.join(listed)}"
-    yield f"advice    {state['advice']}"
+    if state["advice"]:
+        yield f"advice    {state['advice']}"
     if state["warning"]:
         yield f"warning   {state['warning']}"
 

@@ -31,6 +31,7 @@ from penstock.deploy.preflight.model import check_model_here
 from penstock.deploy.preflight.settings import check_training_engine
 from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import refuse_doomed
+from penstock.deploy.run.connection import connect_file
 from penstock.deploy.run.launcher import Interrupted, changed_settings, until_interrupted
 from penstock.deploy.run.plan import SUPERVISOR_S, trainer_stop_s
 from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
@@ -139,7 +140,8 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
         config = with_stop_grace(config)
         run.write_config(config)
         reporter = SftReporter(config, run, prepared, console)
-        total = asyncio.run(_supervise(config, run, reporter))
+        with connect_file(None, run):
+            total = asyncio.run(_supervise(config, run, reporter))
         return write_sft_summary(config, run, prepared, total)
 
 

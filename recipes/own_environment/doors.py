@@ -9,7 +9,7 @@ SETTINGS = {
     "agent.max_response_tokens": 250,
     "agent.settings.action_pattern": "[1-7]",  # the last such digit of an answer is the action
     "rollout.max_model_len": 384,
-    "trainer.steps": 60,
+    "trainer.steps": 80,
     "trainer.lr": 5e-4,
     "trainer.eps": 1e-3,
 }

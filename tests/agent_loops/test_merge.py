@@ -12,8 +12,16 @@ import pytest
 import xxhash
 from tests.agent_loops.talking import say
 
-from penstock.agent_loops import AgentLoopOutput, Budget, InfraFailure, SegmentBuilder, TokenMismatch, check_output
-from penstock.transfer_queue import Segment
+from penstock.agent_loops import (
+    AgentLoopOutput,
+    Budget,
+    InfraFailure,
+    SegmentBuilder,
+    TokenMismatch,
+    check_output,
+    to_trajectory,
+)
+from penstock.transfer_queue import Lease, Segment, Task
 
 
 def finished() -> tuple[AgentLoopOutput, Any]:
@@ -62,6 +70,13 @@ WRONG: dict[str, tuple[Callable[[Segment], dict[str, Any]], type[Exception], str
 def test_merge_takes_what_a_segment_builder_made() -> None:
     output, seen = finished()
     check_output(output, seen)
+
+
+def test_a_trajectory_names_its_task_as_the_row_does() -> None:
+    output, _ = finished()
+    for row, kept in (({"instance_id": "hello-file"}, {"instance_id": "hello-file"}), ({"index": 3}, {})):
+        lease = Lease("t#0", Task("t", "train", [], "harbor", "", extra_info=row), 0, 0, 1, 0)
+        assert dict(to_trajectory(lease, [output], 1.0, {}, {}).extra) == kept
 
 
 @pytest.mark.parametrize(("edit", "kind", "problem"), WRONG.values(), ids=WRONG)

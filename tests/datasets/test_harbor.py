@@ -22,6 +22,7 @@ from penstock.sandbox.harbor import HarborTask, HarborTaskError
 from penstock.testing import FakeSandbox
 
 __all__ = ["write_task"]
+SHIPPED = Path(__file__).parents[2] / "recipes" / "harbor"
 
 
 async def no_build(task: HarborTask) -> None:
@@ -145,9 +146,21 @@ def test_the_command_prints_a_table_or_json_and_its_status(write_task: WriteTask
     assert found["probes"]["oracle"]["reward"] == 1.0
 
 
+@pytest.mark.bwrap
+def test_the_boxes_are_the_recipes_with_its_overrides(tmp_path: Path) -> None:
+    command = ["data", "check", str(SHIPPED / "tasks"), "--recipe", str(SHIPPED / "tools.yaml"), "--task", "hello-file"]
+    ended = CliRunner().invoke(app, [*command, "--record", str(tmp_path / "record"), "sandbox.memory_mb=64", "--json"])
+    assert "set sandbox.memory_mb=256" in json.loads(ended.stdout)["problem"], ended.output
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
-    [(["--task", "none"], "has no task none"), (["--backend", "vm"], "backend"), (["--recipe", "no.yaml"], "no.yaml")],
+    [
+        (["--task", "none"], "has no task none"),
+        (["--backend", "vm"], "backend"),
+        (["--recipe", "no.yaml"], "no.yaml"),
+        (["sandbox.memory_mb=1024"], "add --recipe"),
+    ],
 )
 def test_the_command_names_what_is_wrong(write_task: WriteTask, more: list[str], named: str) -> None:
     ended = CliRunner().invoke(app, ["data", "check", str(write_task().parent), "--backend", "bwrap", *more])

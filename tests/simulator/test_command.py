@@ -43,6 +43,19 @@ def test_a_file_gives_times_bubbles_and_advice(small: str) -> None:
     assert "advice          The trainer is the limit" in said
 
 
+def test_a_setup_that_ships_goes_by_its_name_and_a_recipe_is_no_setup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("model: mine\n")
+    Path("mine.py").write_text("MODEL = 'mine'\n")
+    assert invoke("agentic-64.yaml", "steps=6", "warmup=2")[0] == 0
+    for recipe in ("mine.yaml", "mine.py"):
+        code, said = invoke(recipe)
+        assert (code, len(said.splitlines())) == (2, 1), said
+        assert f"{recipe} is a recipe" in said
+
+
 def test_json_is_one_object_with_the_setup_and_the_figures(small: str) -> None:
     code, said = invoke(small, "trainer.tokens_per_s=8", "--json")
     found = json.loads(said)

@@ -25,7 +25,9 @@ def episode(name: str, reward: float, step: int) -> Trajectory:
         version_spans=np.array([[step, 0, 2]], np.int32),
         turn_starts=np.array([0], np.int32),
     )
-    return Trajectory(name, name.partition("#")[0], [segment], reward, COMPLETED, num_turns=1, data_source="sums")
+    extra = {"instance_id": "hello-file"} if name.endswith("#1") else {}
+    task = name.partition("#")[0]
+    return Trajectory(name, task, [segment], reward, COMPLETED, num_turns=1, extra=extra, data_source="sums")
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_what_the_index_does_not_have_is_refused_by_name(folder: Path, words: tu
 
 def test_show_reads_an_episode_as_the_trainer_saw_it(folder: Path) -> None:
     text = ask("show", folder, "train/1#1").stdout
-    assert "train/1#1  step 1  reward 1.0  completed" in text
+    assert "train/1#1  hello-file  step 1  reward 1.0  completed" in text
     assert "── sampled by version 1, 2 tokens\n[3, 4]" in text
     assert json.loads(ask("show", folder, "train/1#1", "--json").stdout)["segments"][0]["prompt_ids"] == [1, 2]
     assert "train/9#0: not in the archive" in ask("show", folder, "train/9#0", code=2).stderr

@@ -111,7 +111,14 @@ async def test_queue_status_finds_the_runs_folder(
     (run / "summary.json").write_text('{"ended": "goal reached"}')
     summary = json.loads((await invoke("queue", "status", "mine")).stdout)
     assert summary == {"run": "mine", "alive": False, "ended": "goal reached"}
-    assert "is not running" in (await invoke("queue", "dead-letters", "list", "mine", code=2)).stderr
+    assert "is not running" in (await invoke("queue", "drop", "mine", "--yes", code=2)).stderr
+    letters = ("queue", "dead-letters")
+    assert (await invoke(*letters, "list", "mine")).stdout == ""
+    letter = {"episode_id": "train/0#1", "attempts": 3, "outcome": {"component": "sandbox", "reason": "gone"}}
+    (run / "dead_letters.jsonl").write_text(json.dumps(letter) + "\n")
+    assert (await invoke(*letters, "list", "mine")).stdout == "train/0#1  attempts 3  sandbox: gone\n"
+    assert json.loads((await invoke(*letters, "show", "train/0#1", "mine")).stdout) == letter
+    await invoke(*letters, "show", "train/9#1", "mine", code=1)
 
 
 @pytest.mark.redis

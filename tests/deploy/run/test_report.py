@@ -15,12 +15,13 @@ from tests.until import until
 
 from penstock.agent_loops import BLOCKING
 from penstock.common import cancel_and_wait
+from penstock.dashboard import plain
 from penstock.deploy import RunConfig, RunDir, limits_of, load_config
 from penstock.deploy.commands.run import _nothing_left
 from penstock.deploy.run.report import Reporter, describe_end, write_summary
 from penstock.deploy.run_dir import LivesFile, LivesTotal
 from penstock.testing import MemoryTransferQueue
-from penstock.transfer_queue import WeightUpdate
+from penstock.transfer_queue import DeadLetter, Outcome, OutcomeKind, WeightUpdate
 
 
 @pytest.fixture
@@ -206,6 +207,22 @@ async def test_updates_that_a_checkpoint_took_along_are_not_counted_as_trained(
     summary = await write_summary(config, run, queue, LivesTotal(1, 1.0, {}))
     assert (summary["episodes_trained"], summary["episodes_update_lost"], summary["lost"]) == (1, 2, 0)
     assert "1 trained, 2 update lost with a checkpoint; none lost" in describe_end(summary, run)
+
+
+async def test_dead_letters_stay_when_the_queue_ends(
+    config: RunConfig, queue: MemoryTransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = Outcome(OutcomeKind.INFRA_ERROR, "the box is gone", "sandbox")
+    letter = DeadLetter("train/0#1", outcome, attempts=3)
+
+    async def dead_letters(limit: int = 100, start: int = 0) -> list[DeadLetter]:
+        return [letter]
+
+    monkeypatch.setattr(queue, "dead_letters", dead_letters)
+    run = RunDir.of(config)
+    run.root.mkdir(parents=True)
+    await write_summary(config, run, queue, LivesTotal(1, 1.0, {}))
+    assert [json.loads(line) for line in run.dead_letters.read_text().splitlines()] == [plain(letter)]
 
 
 def test_lives_are_summed_without_the_time_between_them(tmp_path: Path) -> None:

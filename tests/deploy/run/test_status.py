@@ -13,7 +13,8 @@ from tests.dashboard.recorded import write_config, write_rows
 from typer.testing import CliRunner, Result
 
 from penstock.common import process_identity
-from penstock.deploy import RunConnection, app
+from penstock.deploy import RunConnection, RunDir, app
+from penstock.deploy.run.connection import connect_file
 
 pytestmark = [pytest.mark.redis, pytest.mark.torch]
 
@@ -89,6 +90,19 @@ async def test_status_warns_of_no_solved_task(tmp_path: Path) -> None:
     rows = [{"step": n, "wall_s": 1.0, "reward": mean, "reward_std": std} for n, (mean, std) in enumerate(rewards)]
     write_rows(tmp_path / "solved", rows)
     assert not (await state_of(str(tmp_path / "solved")))["warning"]
+
+
+async def test_a_fine_tuning_shows_its_loss_and_nothing_of_rollouts(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "tuned")
+    write_config(run.root, "trainer: {steps: 9}\n")
+    write_rows(run.root, [{"step": step, "loss": 0.5 - 0.1 * step, "wall_s": 2.0} for step in range(3)])
+    with connect_file(None, run):
+        state = await state_of(str(run.root))
+        assert (state["state"], state["eta_s"], state["advice"]) == ("running", 12.0, None)
+        page = (await invoke(str(run.root))).stdout
+    assert "learning  loss 0.3000" in page
+    assert not {"reward", "staleness", "queue", "advice", "episodes"} & set(page.split()), page
+    assert (await state_of(str(run.root)))["state"] == "interrupted"
 
 
 async def test_a_run_that_ended_says_why(living: LivingRun) -> None:
