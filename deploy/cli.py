@@ -26,7 +26,7 @@ sys.excepthook = _hide_interrupt
 with uncollected():
     import typer
 
-    from penstock.deploy.commands import archive, compose, config, data, kubernetes, model, queue, ray, slurm
+    from penstock.deploy.commands import archive_questions, compose, config, data, kubernetes, model, queue, ray, slurm
     from penstock.deploy.commands.clean import clean
     from penstock.deploy.commands.curriculum import curriculum
     from penstock.deploy.commands.dashboard import dashboard
@@ -68,7 +68,7 @@ app.add_typer(config.app, name="config", rich_help_panel=START)
 app.add_typer(model.app, name="model", rich_help_panel=START)
 app.command(name="eval", rich_help_panel=TRAIN)(evaluate)
 app.add_typer(queue.app, name="queue", rich_help_panel=WATCH)
-app.add_typer(archive.app, name="archive", rich_help_panel=WATCH)
+app.add_typer(archive_questions.app, name="archive", rich_help_panel=WATCH)
 app.add_typer(train_app, name="train", rich_help_panel=ROLES)
 app.command(name="ledger", hidden=True)(redis_server)  # the name of 0.1
 for name, group in (("slurm", slurm), ("ray", ray), ("compose", compose), ("kubernetes", kubernetes)):

@@ -20,7 +20,6 @@ from penstock.trainer.engine import RouterLoads, Update
 from penstock.trainer.packing import Pack
 from penstock.trainer.ranks.distributed import Ranks, merge_by_name
 from penstock.trainer.stopping import tokens_without_logprob
-from penstock.transfer_queue import OutcomeKind, Trajectory
 
 COUNTS = (
     "tokens",
@@ -61,8 +60,8 @@ def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor, 
     tally.count("segments", len(batch.rows))
     for trajectory in batch.trajectories:
         tally.count(f"outcome/{trajectory.outcome.kind}", 1)
-        if fault := fault_of(trajectory):
-            tally.count(f"fault/{fault}", 1)
+        if trajectory.fault:
+            tally.count(f"fault/{trajectory.fault}", 1)
         for name, value in trajectory.metrics.items():
             tally.add(f"episode/{name}", value)
     for pack in packs:
@@ -76,13 +75,6 @@ def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor, 
         tally.count("tokens_masked", int((~row.mask).sum()))
         for age, number in zip(*np.unique(row.staleness[row.mask], return_counts=True), strict=True):
             tally.count(f"staleness/{age}", number)
-
-
-def fault_of(trajectory: Trajectory) -> str:
-    """Return the fault of an episode in words; empty if it came to its end and every call was answered."""
-    outcome = trajectory.outcome
-    ended = "" if outcome.kind is OutcomeKind.COMPLETED else f"{outcome.kind} ({outcome.reason})"
-    return str(trajectory.extra.get("fault") or ended)
 
 
 def step_metrics(batch: StepBatch, totals: Totals, updates: Sequence[Update | None]) -> dict[str, Any]:

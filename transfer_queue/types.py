@@ -187,6 +187,12 @@ class Trajectory:
         return int(sum(int(s.response_mask.sum()) for s in self.segments))
 
     @property
+    def fault(self) -> str:
+        """The episode's fault in words; empty if it came to its end and every call was answered."""
+        ended = "" if self.outcome.kind is OutcomeKind.COMPLETED else f"{self.outcome.kind} ({self.outcome.reason})"
+        return str(self.extra.get("fault") or ended)
+
+    @property
     def min_version(self) -> int | None:
         """Oldest policy version that sampled any token; None where nothing was sampled."""
         versions = [int(s.version_spans[:, 0].min()) for s in self.segments if len(s.version_spans)]

@@ -85,11 +85,7 @@ def show(
 ) -> None:
     """Read one episode as the trainer saw it: prompt, sampled runs with their versions, what tools answered."""
     with user_errors(BadPayload):
-        record = next(iter(records(run, runs_dir, [f"episode={episode}"])), None)
-        if record is None:
-            raise ConfigError(
-                f"{episode}: not in the archive of {run}; `penstock archive ls {run} --by episode` lists it"
-            )
+        record = record_of(run, runs_dir, episode)
     if as_json:
         print(json.dumps(record))
         return
@@ -212,23 +208,29 @@ def _condition(index: pa.Table, column: str, comparison: str, value: str) -> Any
     return pc.call_function(COMPARISONS[comparison], [values, pa.scalar(typed)])
 
 
+def record_of(run: str, runs_dir: Path, episode: str) -> dict[str, Any]:
+    """Return an episode as `records` does. Raises `ConfigError`, `BadPayload`."""
+    record = next(iter(records(run, runs_dir, [f"episode={episode}"])), None)
+    if record is None:
+        raise ConfigError(f"{episode}: not in the archive of {run}; `penstock archive ls {run} --by episode` lists it")
+    return record
+
+
 def records(run: str, runs_dir: Path, where: Sequence[str]) -> list[dict[str, Any]]:
     """Return chosen episodes as recorded trajectories, with their step. Raises `ConfigError`, `BadPayload`."""
     from penstock.trainer import load_tokenizer, readable_trajectory
 
-    archive = opened(run, runs_dir)
     tokenizer = load_tokenizer(load_config(folder_of_run(run, runs_dir) / RUN_FILE, with_tasks=False).model)
-    rows = chosen(listed(archive), where)
-    learned = dict(zip(rows["step"].to_pylist(), rows["learned"].to_pylist(), strict=True))
-    episodes = rows.select(["step", "episode"]).to_pylist()
     return [
-        {"step": step, "learned": learned[step], **readable_trajectory(trajectory, None, tokenizer)}
-        for step, trajectory in _read(archive, episodes)
+        {"step": step, "learned": learned, **readable_trajectory(trajectory, None, tokenizer)}
+        for step, learned, trajectory in trajectories(opened(run, runs_dir), where)
     ]
 
 
-def _read(archive: Archive, rows: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Trajectory]]:
-    for step in sorted({row["step"] for row in rows}):
+def trajectories(archive: Archive, where: Sequence[str]) -> Iterator[tuple[int, int, Trajectory]]:
+    """Yield (step, learned, trajectory) of chosen episodes, by step. Raises `ConfigError`, `BadPayload`."""
+    rows = chosen(listed(archive), where).select(["step", "learned", "episode"]).to_pylist()
+    for step, learned in sorted({(row["step"], row["learned"]) for row in rows}):
         names = [row["episode"] for row in rows if row["step"] == step]
         for trajectory in archive.read(step, names).values():
-            yield step, trajectory
+            yield step, learned, trajectory
