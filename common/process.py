@@ -8,6 +8,7 @@ process_identity(), process_has_ended  a process among all that ever ran
 environment_without_secrets()          for a process that needs none of ours
 uncollected()                          around a process's imports
 frozen_start()                         around the work of a process of many requests
+DeviceClock                            the time that its devices were its own
 cores()                                that this process may run on
 """
 
@@ -23,6 +24,7 @@ import resource
 import secrets
 import signal
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,6 +162,22 @@ class ProcessTable:
     def stopped(self, root: int) -> list[int]:
         """Processes of the tree that SIGSTOP or a debugger holds."""
         return [pid for pid in self.tree_of(root) if self.fields.get(pid, "?")[_STATE] in ("T", "t")]
+
+
+class DeviceClock:
+    """The time of this process's devices: of its GPUs (CUDA_VISIBLE_DEVICES) by the wall clock; without any it is the
+    CPU time of its process tree, by the kernel."""
+
+    def __init__(self) -> None:
+        self._gpus = len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()])
+        self._last = time.monotonic() if self._gpus else 0.0
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the last call, summed over devices; the first call counts from the start."""
+        now = time.monotonic() if self._gpus else ProcessTable.now().cpu_s(os.getpid())
+        # A child that has ended takes its CPU time along: what it used since the last call is not counted.
+        elapsed, self._last = max(0.0, now - self._last), now
+        return elapsed * max(1, self._gpus)
 
 
 def handles_signal(pid: int, signum: int) -> bool:

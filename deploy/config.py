@@ -19,6 +19,7 @@ from penstock.common.registry import nearest
 from penstock.dashboard import DashboardConfig
 from penstock.datasets import HARBOR
 from penstock.deploy.config_schema import ConfigSchema
+from penstock.deploy.costs import CostConfig
 from penstock.deploy.pretrained import find_fetched
 from penstock.deploy.python_recipe import BadRecipe, read_python_recipe
 from penstock.rollout_server import RolloutConfig
@@ -155,6 +156,7 @@ class RunConfig(BaseModel):
     placement: PlacementConfig = PlacementConfig()
     ray: RayConfig = RayConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
+    costs: CostConfig = CostConfig()
 
     @property
     def sleep_level(self) -> Literal[1, 2]:

@@ -32,7 +32,13 @@ class GroupMember:
     lowest_version: int | None = None
     tokens: int = 0
     """Length of the response; before the end, tokens journaled so far."""
+    sampled: int = 0
+    """Tokens of its trajectory that were sampled."""
     outcome: Outcome | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in ("done", "failed")
 
     @property
     def rewarded(self) -> bool:
@@ -68,7 +74,7 @@ class MemoryGroup:
 
     @property
     def ended(self) -> bool:
-        return all(member.state in ("done", "failed") for member in self.members)
+        return all(member.has_ended for member in self.members)
 
     @property
     def rewards(self) -> list[float]:
@@ -78,6 +84,10 @@ class MemoryGroup:
     def lowest_version(self) -> int | None:
         versions = [m.lowest_version for m in self.members if m.rewarded and m.lowest_version is not None]
         return min(versions, default=None)
+
+    def named_members(self) -> list[tuple[str, GroupMember]]:
+        """(episode, member) of each."""
+        return [(self.episode(index), member) for index, member in enumerate(self.members)]
 
     def episode(self, index: int) -> str:
         return f"{self.task.task_id}#{index}"

@@ -175,7 +175,7 @@ class MemoryTransferQueue(MemorySteps):
             raise BadPayload(f"version_spans: version {result.highest_version} is newer than {self._state.version}")
         member.state, member.payload, member.reward = "done", result.packed.joined(), result.reward
         member.outcome, member.journal = trajectory.outcome, []
-        member.tokens, member.lowest_version = result.tokens, result.lowest_version
+        member.tokens, member.sampled, member.lowest_version = result.tokens, result.sampled, result.lowest_version
         if group.is_train:
             self._state.counts["completed"] += 1
             self._state.lengths[bucket_of(result.tokens)] += 1

@@ -9,6 +9,7 @@ from dataclasses import replace
 from penstock.testing.memory_state import MemoryState
 from penstock.transfer_queue.admission import check_limits
 from penstock.transfer_queue.errors import NoSuchRun, QueueError, RunTaken
+from penstock.transfer_queue.ledger import LedgerEntry, UsageReport
 from penstock.transfer_queue.turns import TurnCall, TurnReport, Turns, TurnTable
 from penstock.transfer_queue.types import KEPT_UPDATES, Head, Limits, RunIdentity, RunRecord, ServerInfo, WeightUpdate
 
@@ -33,6 +34,7 @@ class MemoryRun:
         self._updates: deque[WeightUpdate] = deque(maxlen=KEPT_UPDATES)
         self._waits: Counter[str] = Counter()
         self._proven: set[str] = set()
+        self._reports: set[str] = set()
         self._turns = TurnTable(self._clock)
 
     async def create_run(self, limits: Limits, config: str, identity: RunIdentity | None = None) -> RunRecord | None:
@@ -90,6 +92,17 @@ class MemoryRun:
 
     async def updates(self) -> list[WeightUpdate]:
         return list(self._updates)
+
+    async def report_usage(self, usage: UsageReport) -> None:
+        if usage.report_id not in self._reports:
+            self._reports.add(usage.report_id)
+            self._state.book(LedgerEntry(0, usage))
+
+    async def ledger(self, after: int, limit: int = 1000) -> list[LedgerEntry]:
+        return [entry for entry in self._state.ledger if entry.number > after][:limit]
+
+    async def trim_ledger(self, upto: int) -> None:
+        self._state.ledger = [entry for entry in self._state.ledger if entry.number > upto]
 
     async def add_wait(self, role: str, cause: str, seconds: float) -> None:
         self._waits[f"{role}:{cause}"] += seconds  # type: ignore[assignment]

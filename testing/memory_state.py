@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from penstock.testing.memory_groups import TRAIN, GroupMember, MemoryGroup, split_episode
 from penstock.transfer_queue.admission import enough_members, may_admit, most_together, room_allows
 from penstock.transfer_queue.errors import LeaseLost, TrainerFenced
+from penstock.transfer_queue.ledger import Fate, LedgerEntry
 from penstock.transfer_queue.metrics import bucket_of
 from penstock.transfer_queue.status import EPISODE_TOTALS
 from penstock.transfer_queue.types import Announcement, DataCursor, DeadLetter, Limits, Outcome, OutcomeKind, Task
@@ -41,6 +42,9 @@ class MemoryState:
         self.announcement: Announcement | None = None
         self.counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
+        self.ledger: list[LedgerEntry] = []
+        self.booked = 0
+        """Number of the newest entry of the ledger."""
         self.letters: dict[str, DeadLetter] = {}
         self.letter_bytes: dict[str, list[int]] = {}
         """Accounted bytes of the journals of dead letters."""
@@ -122,6 +126,14 @@ class MemoryState:
                 splits.setdefault(group.task.split, Counter(queued=0, leased=0, done=0))[name] += 1
         return {split: dict(counts) for split, counts in splits.items()}
 
+    def book(self, entry: LedgerEntry) -> None:
+        self.booked += 1
+        self.ledger.append(replace(entry, number=self.booked))
+
+    def book_fate(self, fate: Fate, members: Iterable[tuple[str, GroupMember]]) -> None:
+        if episodes := [(name, member.sampled) for name, member in members]:
+            self.book(LedgerEntry(0, fate=fate, episodes=episodes))
+
     # episodes ------------------------------------------------------------------------------------------------------
     def add_group(self, task: Task, cost: int, member_cost: int) -> None:
         size = (task.group_size or self.limits.group_size) if task.split == TRAIN else 1
@@ -192,6 +204,8 @@ class MemoryState:
         self.put_letter(letter, [size for _, size in member.journal])
         member.state, member.outcome, member.journal = "failed", outcome, []
         self.counts["failed"] += group.is_train
+        if group.is_train:
+            self.book_fate(Fate.DEAD_LETTER, [(group.episode(index), member)])
         if group.ended:
             self.end_group(group)
 
@@ -206,22 +220,30 @@ class MemoryState:
         elif self.limits.filter_groups == "zero_variance" and same_reward(min(rewards), max(rewards)):
             self._filter(group)
         else:
-            for member in group.members:
-                if member.payload is not None and not member.rewarded:
-                    member.payload = None
-                    self.counts["unrewarded"] += 1
+            unrewarded = [
+                (name, one) for name, one in group.named_members() if one.payload is not None and not one.rewarded
+            ]
+            for _, member in unrewarded:
+                member.payload = None
+            self.counts["unrewarded"] += len(unrewarded)
+            self.book_fate(Fate.UNREWARDED, unrewarded)
             lowest = group.floor if group.lowest_version is None else group.lowest_version
             group.due = lowest + self.limits.max_staleness
             self.change(group, "ready")
 
     def _filter(self, group: MemoryGroup) -> None:
         self.counts["filtered_groups"] += 1
-        self.counts["filtered"] += sum(member.state == "done" for member in group.members)
+        completed = [(name, member) for name, member in group.named_members() if member.state == "done"]
+        self.counts["filtered"] += len(completed)
+        self.book_fate(Fate.FILTERED, completed)
         self.filtered_since += 1
         del self.groups[group.task.task_id]
 
     def _fail_group(self, group: MemoryGroup) -> None:
         self.change(group, "dead")
+        self.book_fate(
+            Fate.DEAD_LETTER, [(name, one) for name, one in group.named_members() if one.payload is not None]
+        )
         for index, member in enumerate(group.members):
             if member.payload is not None:
                 member.payload = None
@@ -255,6 +277,8 @@ class MemoryState:
     def _drop(self, group: MemoryGroup) -> None:
         """Unfinished members count with the tokens journaled so far."""
         self.counts["dropped_over_age"] += 1
+        remaining = [(n, one) for n, one in group.named_members() if one.payload is not None or not one.has_ended]
+        self.book_fate(Fate.OVER_AGE, remaining)
         for member in group.members:
             # Those without a reward were counted when their group was ready.
             self.counts["dropped"] += member.payload is not None

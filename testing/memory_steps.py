@@ -20,6 +20,7 @@ from penstock.transfer_queue.errors import (
     StepError,
     TooManyFiltered,
 )
+from penstock.transfer_queue.ledger import Fate
 from penstock.transfer_queue.types import (
     Announcement,
     AnnouncementMark,
@@ -139,9 +140,9 @@ class MemorySteps(MemoryRun):
         leaving = [
             name for group in groups for name in group.rewarded_episodes() if group not in remaining or name in gone
         ]
-        for name in leaving:
-            member = self._member(name)
-            assert member is not None
+        members = [(name, member) for name in leaving if (member := self._member(name)) is not None]
+        state.book_fate(Fate.PAYLOAD_LOST, members)
+        for _, member in members:
             member.payload, member.spilled, member.reward = None, False, None
         state.batches[step] = [group.task.task_id for group in remaining]
         state.counts["payload_lost"] += len(leaving)
@@ -173,7 +174,9 @@ class MemorySteps(MemoryRun):
                 f"version {version} after {self._state.version}: step {version - 1} is out of order or was never leased"
             )
         groups = [self._state.groups[name] for name in self._state.batches.get(version - 1, [])]
-        self._state.counts["trained"] += sum(len(group.rewarded_episodes()) for group in groups)
+        rewarded = [(n, one) for group in groups for n, one in group.named_members() if one.rewarded]
+        self._state.counts["trained"] += len(rewarded)
+        self._state.book_fate(Fate.TRAINED, rewarded)
         self._state.version, self._state.announcement = version, announcement
         return True
 
@@ -205,9 +208,11 @@ class MemorySteps(MemoryRun):
     def _forget_fixed(self, step: int) -> None:
         state = self._state
         groups = [state.groups.pop(name) for name in state.batches.pop(step)]
-        episodes = sum(len(group.rewarded_episodes()) for group in groups)
-        state.counts["committed"] += episodes
-        state.counts["trained"] += episodes if step >= state.version else 0
+        rewarded = [(n, one) for group in groups for n, one in group.named_members() if one.rewarded]
+        state.counts["committed"] += len(rewarded)
+        if step >= state.version:
+            state.counts["trained"] += len(rewarded)
+            state.book_fate(Fate.TRAINED, rewarded)
         state.counts["committed_groups"] += len(groups)
 
     def _forget_trained(self, groups: Sequence[Sequence[str]]) -> None:
@@ -219,6 +224,8 @@ class MemorySteps(MemoryRun):
             state.counts["committed"] += len(episodes)
             state.counts["committed_groups"] += 1
             group = state.groups.pop(task_id, None)
+            known = dict(group.named_members()) if group else {}
+            state.book_fate(Fate.TRAINED, [(name, known.get(name, GroupMember())) for name in episodes])
             finished = set() if group is None else {group.episode(i) for i, m in enumerate(group.members) if m.payload}
             state.counts["completed"] += len(set(episodes) - finished)
             state.counts["unrewarded"] += len(finished - set(episodes))

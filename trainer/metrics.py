@@ -20,6 +20,7 @@ from penstock.trainer.engine import RouterLoads, Update
 from penstock.trainer.packing import Pack
 from penstock.trainer.ranks.distributed import Ranks, merge_by_name
 from penstock.trainer.stopping import tokens_without_logprob
+from penstock.transfer_queue import is_reached
 
 COUNTS = (
     "tokens",
@@ -33,6 +34,7 @@ COUNTS = (
     "zero_variance_groups",
     "single_member_groups",
     "empty_episodes",
+    "solved_tasks",
 )
 
 MAX_FAULTS = 5
@@ -55,6 +57,8 @@ def tally_batch(tally: MetricAccumulator, batch: StepBatch, advantages: Tensor, 
     loud = means_by_episode(advantages.abs(), batch).numpy() > 0
     tally.count("zero_variance_groups", sum(not loud[batch.group == g].any() for g in np.unique(batch.group)))
     tally.count("single_member_groups", int((np.unique(batch.group, return_counts=True)[1] == 1).sum()))
+    solved = (any(is_reached(one, 1.0) for one in rewards) for rewards in batch.rewards_by_task.values())
+    tally.count("solved_tasks", sum(solved))
     tally.count("empty_episodes", sum(not trajectory.num_sampled for trajectory in batch.trajectories))
     tally.count("tokens_without_logprob", tokens_without_logprob(batch))
     tally.count("segments", len(batch.rows))

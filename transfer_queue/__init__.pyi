@@ -19,6 +19,14 @@ from .errors import RunTaken as RunTaken
 from .errors import StepError as StepError
 from .errors import TooManyFiltered as TooManyFiltered
 from .errors import TrainerFenced as TrainerFenced
+from .ledger import IDLE as IDLE
+from .ledger import OTHERS as OTHERS
+from .ledger import SETUP as SETUP
+from .ledger import STEP as STEP
+from .ledger import Fate as Fate
+from .ledger import LedgerEntry as LedgerEntry
+from .ledger import UsageMeter as UsageMeter
+from .ledger import UsageReport as UsageReport
 from .metrics import QueueGauges as QueueGauges
 from .metrics import exposition as exposition
 from .metrics import version_lags as version_lags

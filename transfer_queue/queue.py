@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from penstock.transfer_queue.ledger import LedgerEntry, UsageReport
 from penstock.transfer_queue.status import Status
 from penstock.transfer_queue.turns import TurnCall, TurnReport, Turns
 from penstock.transfer_queue.types import (
@@ -235,6 +236,16 @@ class TransferQueue(Protocol):
 
     async def updates(self) -> list[WeightUpdate]:
         """The newest `KEPT_UPDATES`, in the order in which they were reported."""
+
+    # the ledger, see `ledger` ----------------------------------------------------------------------------------------
+    async def report_usage(self, usage: UsageReport) -> None: ...
+
+    async def ledger(self, after: int, limit: int = 1000) -> list[LedgerEntry]:
+        """The next entries with numbers above `after`, in order. Each episode of split ``train`` has a fate once it has
+        ended, but for one whose payload is lost after its step was published, which has two."""
+
+    async def trim_ledger(self, upto: int) -> None:
+        """Delete the entries with numbers up to this one: they are in a head's accounts."""
 
     # turns on devices that engines and trainer share, see `turns` -----------------------------------------------------
     async def take_turn(self, call: TurnCall) -> Turns:

@@ -39,6 +39,8 @@ class FinishedEpisode:
     reward: float | None
     tokens: int
     """Length of all responses together, observations included."""
+    sampled: int
+    """Those of them that were sampled."""
     lowest_version: int | None
     """Oldest version of any sampled token; None where nothing was sampled."""
     highest_version: int
@@ -62,6 +64,7 @@ def finish(
         packed,
         None if trajectory.reward is None else float(trajectory.reward),
         sum(len(segment.response_ids) for segment in trajectory.segments),
+        trajectory.num_sampled,
         min(versions, default=None),
         max(versions, default=0),
     )

@@ -79,7 +79,7 @@ def compare(
     Example: penstock archive compare calculator 0-9 40-49
     """
     with user_errors(BadPayload):
-        comparison = compared(*(_stretch(run, runs_dir, steps) for steps in (first, second)), limit)
+        comparison = compared(_stretch(run, runs_dir, first), _stretch(run, runs_dir, second), limit)
     if as_json:
         print(json.dumps(comparison))
         return
@@ -143,8 +143,12 @@ def _changes(first: Stretch, second: Stretch) -> Iterator[TaskChange]:
             tasks[trajectory.segments[0].prompt_ids.tobytes()].append(_line(step, trajectory))
     for prompt in by_prompt[0].keys() & by_prompt[1].keys():
         before, after = (sorted(tasks[prompt], key=lambda line: line.reward) for tasks in by_prompt)
-        means = (fmean(line.reward for line in lines) for lines in (before, after))
-        yield TaskChange(*means, before[-1].episode, after[0].episode)
+        yield TaskChange(
+            fmean(line.reward for line in before),
+            fmean(line.reward for line in after),
+            before[-1].episode,
+            after[0].episode,
+        )
 
 
 def _line(step: int, trajectory: Trajectory) -> EpisodeLine:

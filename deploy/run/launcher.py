@@ -59,7 +59,7 @@ from penstock.deploy.run.connection import (
 )
 from penstock.deploy.run.plan import ADDED, page_roles, roles_of
 from penstock.deploy.run.processes import RoleFailed, RoleProcess
-from penstock.deploy.run.report import Reporter, load_plotting, restarts_of, write_summary
+from penstock.deploy.run.report import BudgetSpent, Reporter, load_plotting, restarts_of, write_summary
 from penstock.deploy.run.supervisor import LocalPlacement, Placement, StalledRun, Supervisor, VersionRefused
 from penstock.deploy.run.weights_folder import remove_weights, weights_entered
 from penstock.deploy.run_dir import LivesFile, RunDir, RunLock
@@ -208,12 +208,14 @@ async def _run_roles(
     def states() -> list[RoleState]:
         return [RoleState(member.spec.name, member.state, member.restarts) for member in (*supervisor.members, *page)]
 
-    why = ""
+    why = spent = ""
     try:
         for role in roles_of(config, link):
             supervisor.add(role)
         async with head_served(config, run, link.token, queue, states):
             await supervisor.run([*watchers, *keepers])
+    except BudgetSpent as error:
+        spent = str(error)
     except (RoleFailed, StalledRun, VersionRefused, RedisLost) as error:
         why = error.why
         raise
@@ -228,8 +230,8 @@ async def _run_roles(
         await asyncio.gather(*watchers, *page_tasks, return_exceptions=True)
         reporter.close()
         total = lives.total(restarts_of(supervisor.members))
-        if why:
-            rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why, "failed": True}])
+        if why or spent:
+            rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why or spent, "failed": bool(why)}])
         try:
             failed = [member.spec.name for member in supervisor.members if member.has_failed]
             await write_summary(config, run, queue, total, failed)

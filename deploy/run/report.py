@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import importlib
 import json
+import logging
 import socket
 import sys
 from collections import Counter
@@ -25,10 +26,17 @@ from penstock.agent_loops import BLOCKING
 from penstock.common import JsonlTail, last_by, read_jsonl, rewrite_jsonl, write_atomically
 from penstock.dashboard import plain, reward_warning
 from penstock.deploy.config import RunConfig
+from penstock.deploy.run.accounts import CostAccounts, idle_cause
 from penstock.deploy.run.plan import lent_servers
 from penstock.deploy.run.supervisor import SupervisedRole, Watchdog
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir
 from penstock.transfer_queue import QueueError, ServerInfo, Status, TransferQueue, TurnReport, WeightUpdate
+
+logger = logging.getLogger("penstock.run")
+
+
+class BudgetSpent(Exception):
+    """The run's accounts have cost what `costs.budget` allows: it ends in order."""
 
 
 class Reporter:
@@ -62,6 +70,7 @@ class Reporter:
         """Waits for blocking user code and causes of failed attempts that were reported; None: those that the first
         status has are an earlier life's."""
         self._unrecorded = ""
+        self._accounts = CostAccounts(run.accounts)
         self.steps_done = 0
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -88,11 +97,13 @@ class Reporter:
             self._say(f"  dashboard: {where} (sign in with PENSTOCK_TOKEN of {run.connect_env})")
 
     async def run(self) -> None:
-        """Until cancelled; raises `StalledRun`, `VersionRefused`."""
+        """Until cancelled; raises `StalledRun`, `VersionRefused`, `BudgetSpent`."""
         while True:
             await asyncio.sleep(1.0)
             status, servers = await self._ask()
             self._report(status)
+            if status is not None:
+                await self._follow_costs(status)
             await self._watchdog.look(self.steps_done, status, servers)
 
     def _report(self, status: Status | None) -> None:
@@ -122,6 +133,17 @@ class Reporter:
         except QueueError as error:
             self._say(f"  queue: {error}")
             return None, []
+
+    async def _follow_costs(self, status: Status) -> None:
+        """Raises `BudgetSpent`."""
+        prices = self._config.costs
+        try:
+            await self._accounts.follow(self._queue, idle_cause(status, self._config))
+        except (QueueError, OSError) as error:
+            logger.warning("accounts of cost: %s", error)
+        cost = sum(self._accounts.cost(prices).values())
+        if prices.budget is not None and cost >= prices.budget:
+            raise BudgetSpent(f"the budget is spent: {cost:.4g} of {prices.budget:g} (costs.budget)")
 
     def _show(self, rows: Iterable[dict[str, Any]], status: Status | None) -> None:
         for row in rows:
@@ -220,6 +242,8 @@ async def write_summary(
     """
     rows = last_by(read_jsonl(run.metrics), "step")
     status, updates = await queue.status(), await queue.updates()
+    accounts = CostAccounts(run.accounts)
+    await accounts.follow(queue, idle_cause(status, config))
     rewrite_jsonl(run.weight_updates, map(asdict, updates))
     rewrite_jsonl(run.dead_letters, map(plain, await queue.dead_letters()))
     turns = await queue.turn_reports() if config.placement.in_turns else []
@@ -239,6 +263,8 @@ async def write_summary(
         **_updates(updates),
         **(_turns(turns) if turns else {}),
         "wait_s": {key: round(seconds, 2) for key, seconds in sorted(status.waits_s.items())},
+        "accounts": accounts.plain(),
+        **_costs(accounts.cost(config.costs), rows),
         "restarts": dict(total.restarts),
         "roles_failed": list(failed),
     }
@@ -277,6 +303,8 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         "episodes": ", ".join([f"{get('episodes_trained')} trained", *(f"{n} {what}" for what, n in lost.items() if n)])
         + ("" if get("lost") or get("trained_twice") else "; none lost, none trained twice"),
         "tokens": f"{get('tokens_sampled', 0):,} sampled, at most {get('staleness_max')} versions old",
+        **{resource: _shares(accounts) for resource, accounts in get("accounts", {}).items()},
+        "cost": _priced(summary) if "cost_total" in summary else "",
         "updates": f"{get('weight_updates')} of weights; requests paused {get('pause_ms_p99')} ms (p99)",
         "waits": ", ".join(f"{who} {get('wait_s', {}).get(key, 0):.0f} s" for who, key in waits.items()),
         "restarts": restarts or "none",
@@ -288,10 +316,38 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
     return "\n".join([head, *(f"  {subject:11}{line}" for subject, line in lines.items() if line)])
 
 
+def _costs(costs: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Nothing where the recipe has no prices."""
+    if not costs:
+        return {}
+    total = sum(costs.values())
+    solved = sum(row.get("solved_tasks", 0) for row in rows)
+    points = sum(row["reward"] * row["episodes"] for row in rows)
+    return {
+        "cost": {account: round(cost, 4) for account, cost in costs.items()},
+        "cost_total": round(total, 4),
+        "cost_per_solved_task": round(total / solved, 6) if solved else None,
+        "cost_per_reward_point": round(total / points, 6) if points > 0 else None,
+    }
+
+
 def _ends(steps: int) -> tuple[int, int]:
     """(first, last) steps whose mean rewards are compared: none is in both."""
     half = max(1, steps // 2)
     return min(3, half), min(5, half)
+
+
+def _shares(accounts: Mapping[str, float]) -> str:
+    """The shares of a resource's accounts, the largest first."""
+    total = sum(accounts.values())
+    shares = sorted(accounts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{amount / total:.1%} {account}" for account, amount in shares)
+
+
+def _priced(summary: Mapping[str, Any]) -> str:
+    task, point = (summary[f"cost_per_{what}"] for what in ("solved_task", "reward_point"))
+    each = [f"{price:.4g} per {what}" for price, what in ((task, "solved task"), (point, "point of reward")) if price]
+    return ", ".join([f"{summary['cost_total']:.4g}", *each])
 
 
 def _rounded(value: float | None) -> str:

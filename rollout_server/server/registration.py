@@ -13,7 +13,15 @@ from collections.abc import Awaitable, Callable
 from typing import NoReturn, Protocol, TypeVar
 
 from penstock.rollout_server.protocol import EngineError, EngineInfo
-from penstock.transfer_queue import Announcement, AnnouncementMark, QueueError, ServerInfo, Status, WeightUpdate
+from penstock.transfer_queue import (
+    Announcement,
+    AnnouncementMark,
+    QueueError,
+    ServerInfo,
+    Status,
+    UsageReport,
+    WeightUpdate,
+)
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
@@ -33,6 +41,7 @@ class ServerQueue(Protocol):
     async def heartbeat(self, server: ServerInfo) -> None: ...
     async def deregister(self, server_id: str) -> None: ...
     async def report_update(self, update: WeightUpdate) -> None: ...
+    async def report_usage(self, usage: UsageReport) -> None: ...
     async def servers(self) -> list[ServerInfo]: ...
     async def status(self) -> Status: ...
 

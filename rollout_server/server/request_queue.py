@@ -23,6 +23,7 @@ from penstock.rollout_server.protocol import (
     refuse_truncation,
 )
 from penstock.rollout_server.server.metrics import RolloutMetrics
+from penstock.rollout_server.server.usage import ServerUsage
 
 QUEUE_PER_SLOT = 4
 """Requests that may wait per request that is decoded; further ones are refused, for another server."""
@@ -53,11 +54,13 @@ class RequestQueue:
         metrics: RolloutMetrics,
         *,
         truncated_sampling: bool,
+        usage: ServerUsage,
         on_engine_error: Callable[[], None] = lambda: None,
     ) -> None:
         """Args:
         slots: requests decoded together.
         truncated_sampling: admit top_p below 1 and top_k.
+        usage: counts what the requests use.
         on_engine_error: called for each answer that fails in the engine.
         """
         self.in_flight = 0
@@ -71,6 +74,7 @@ class RequestQueue:
         self.idle.set()
         self._slots = asyncio.Semaphore(slots)
         self._max_in_flight = slots * (1 + QUEUE_PER_SLOT)
+        self._usage = usage
         self._metrics, self._truncated_sampling, self._on_engine_error = metrics, truncated_sampling, on_engine_error
         self._sampled_at = self._busy_since = time.monotonic()
 
@@ -111,6 +115,7 @@ class RequestQueue:
         try:
             async with _until(deadline):
                 await self._slots.acquire()
+            self._usage.begin(request.episode_id)
             try:
                 if self.is_rejecting:
                     outcome = "abort"
@@ -126,9 +131,11 @@ class RequestQueue:
                         self.answered += chunk.finish_reason is not None
                         self.sampled()
                         self._metrics.tokens.inc(len(chunk.token_ids))
+                        self._usage.sampled(request.episode_id, len(chunk.token_ids))
                         slot.received(len(chunk.token_ids))
                         yield chunk
             finally:
+                self._usage.end(request.episode_id)
                 self._slots.release()
         except EngineError:
             self._on_engine_error()

@@ -5,6 +5,7 @@
                 trainer waits for shared devices → closed → asleep in its turn → awake → newest weights → open
     receive     under ``broadcast``, next to each engine: the next version, while this one is served; in place: under a
                 pause, and if that leaves no version: closed → a whole file → open
+    usage       every second: tokens and devices' time, by episode, to the queue's ledger
     heartbeat   from just before it opens: this server's `ServerInfo` to the queue, every second and on each change
     generate    one call per HTTP request: waits for a slot, then for the engine
 
@@ -33,6 +34,7 @@ from penstock.rollout_server.server.registration import (
     wait_for_event,
 )
 from penstock.rollout_server.server.request_queue import NotServing, RequestQueue
+from penstock.rollout_server.server.usage import ServerUsage
 from penstock.rollout_server.server.version_pin import VersionPin
 from penstock.transfer_queue import ServerInfo
 from penstock.weight_sync import BroadcastMember, Fetch, InPlaceEngine, StagingEngine, WeightUpdater, no_fetch
@@ -83,8 +85,13 @@ class Sidecar:
         self.connection = QueueConnection(queue)
         self.pin = VersionPin(self.connection, lambda: self.version) if evaluates else None
         self.weights = WeightUpdater(name, self.connection, fetch, self.metrics, self._may_move if evaluates else None)
+        self.usage = ServerUsage(name, self.connection, lambda: self.open)
         self.requests = RequestQueue(
-            slots, self.metrics, truncated_sampling=truncated_sampling, on_engine_error=self._check_soon
+            slots,
+            self.metrics,
+            truncated_sampling=truncated_sampling,
+            usage=self.usage,
+            on_engine_error=self._check_soon,
         )
         self._new_engine, self._stall_s, self._member = new_engine, stall_s, member
         self._registration = Registration(self.connection, self._entry)
@@ -104,12 +111,13 @@ class Sidecar:
     async def run(self, max_restarts: int) -> None:
         """Keeps an engine serving until cancelled. Raises `EngineError` after `max_restarts` in a row, and at once if
         its first start failed for good."""
-        heartbeat = asyncio.create_task(self._registration.keep())
+        beside = [asyncio.create_task(self._registration.keep()), asyncio.create_task(self.usage.keep())]
         try:
             async with self._devices.renewal() if self._devices else nullcontext():
                 await self._supervise(max_restarts)
         finally:
-            heartbeat.cancel()
+            for task in beside:
+                task.cancel()
 
     async def _supervise(self, max_restarts: int) -> None:
         in_a_row = barren = 0
@@ -382,6 +390,7 @@ class Sidecar:
         await self._registration.leave(self.name)
         if self.open:
             await wait_for_event(self.requests.idle, timeout_s)
+        await self.usage.report()
 
 
 restart_after = asyncio.sleep

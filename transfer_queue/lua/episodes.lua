@@ -140,13 +140,13 @@ return -1
 -- script: complete
 -- needs: run, full, clock, server, episode, queue, group, lengths
 -- ARGV: episode, fence, number of its payload's keys (0 where this server does not hold them), payload bytes, bytes it
--- counts for, reward ('' for none), lowest version ('' for none), highest version, response tokens, nonce, outcome (where
--- there is no reward). KEYS[2…]: its payload's keys, which expire unless it is acknowledged. Returns 1, or 0 where another
+-- counts for, reward ('' for none), lowest version ('' for none), highest version, response tokens, those of them that
+-- were sampled, nonce, outcome (where there is no reward). KEYS[2…]: its payload's keys, which expire unless it is acknowledged. Returns 1, or 0 where another
 -- completion under this fence was acknowledged: its payload counts.
 -- Whatever changes of the group is written at once: this is what runs most often beside `journal`.
 local episode, fence, pieces, bytes = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local held, reward, lowest = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
-local highest, tokens, nonce, outcome = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10], ARGV[11]
+local highest, tokens, sampled, nonce, outcome = tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10], ARGV[11], ARGV[12]
 local task_id, m = split_episode(episode)
 local group = group_key(task_id)
 local state, known_fence, known_nonce = unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'y' .. m))
@@ -182,7 +182,9 @@ end
 add_split_bytes(split, held - tonumber(journal_bytes or 0))
 
 ended = tonumber(ended or 0) + 1
-local changed = {'s' .. m, 'd', 'y' .. m, nonce, 'b' .. m, bytes, 'h' .. m, held, 't' .. m, tokens, 'ended', ended}
+local changed = {
+  's' .. m, 'd', 'y' .. m, nonce, 'b' .. m, bytes, 'h' .. m, held, 't' .. m, tokens, 'g' .. m, sampled, 'ended', ended,
+}
 local function change(field, value)
   changed[#changed + 1] = field
   changed[#changed + 1] = value

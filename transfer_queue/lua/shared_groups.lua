@@ -5,7 +5,7 @@
 -- Of the group: seq, split, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of
 -- state), floor, due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence,
 -- wM worker, aM attempts, kM fence of the last counted failure, lM workers that died with it, one a line,
--- nM journal bytes, tM response tokens, bM payload bytes, hM what they count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without
+-- nM journal bytes, tM response tokens, gM those of them that were sampled, bM payload bytes, hM what they count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without
 -- reward, yM nonce of the completion that was acknowledged.
 local function split_episode(episode)
   return string.match(episode, '^(.*)#(%d+)$')
@@ -162,6 +162,12 @@ local function garbage_row(v, episode, m)
   return payload_name(episode, v['f' .. m], v['y' .. m]) .. ' ' .. v['b' .. m]
 end
 
+-- A row of the ledger for a member.
+local function add_row(rows, v, episode, m)
+  rows[#rows + 1] = episode
+  rows[#rows + 1] = tonumber(v['g' .. m] or 0)
+end
+
 local function fields_of(group)
   local flat, found = call('HGETALL', group), {}
   for i = 1, #flat, 2 do found[flat[i]] = flat[i + 1] end
@@ -200,14 +206,17 @@ end
 local function fail_group(v, group, task_id)
   call('HSET', group, 'state', 'dead')
   count('dead_groups', 1)
+  local rows = {}
   for m = 0, tonumber(v.size) - 1 do
     local episode = task_id .. '#' .. m
     if v['b' .. m] then
+      add_row(rows, v, episode, m)
       free_payload(v, group, episode, m)
       count('group_failed', 1)
       if not v['r' .. m] then put_letter(episode, v['o' .. m], v['a' .. m] or 0) end
     end
   end
+  book_fate('dead_letter', rows)
 end
 
 -- Remove every trace of a group but the counters. Returns its fields.
@@ -248,23 +257,27 @@ end
 
 -- DAPO: a group whose rewards are all equal has no advantage to learn from; another one takes its place.
 local function filter_group(v, task_id)
-  local completed = 0
+  local rows = {}
   for m = 0, tonumber(v.size) - 1 do
-    if v['s' .. m] == 'd' then completed = completed + 1 end
+    if v['s' .. m] == 'd' then add_row(rows, v, task_id .. '#' .. m, m) end
   end
   count('filtered_groups', 1)
-  count('filtered', completed)
+  count('filtered', #rows / 2)
+  book_fate('filtered', rows)
   call('HINCRBY', key('counters'), 'filtered_since', 1)
   forget_group(task_id)
 end
 
 local function free_unrewarded(v, group, task_id)
+  local rows = {}
   for m = 0, tonumber(v.size) - 1 do
     if v['b' .. m] and not v['r' .. m] then
       free_payload(v, group, task_id .. '#' .. m, m)
       count('unrewarded', 1)
+      add_row(rows, v, task_id .. '#' .. m, m)
     end
   end
+  book_fate('unrewarded', rows)
 end
 
 local function make_ready(group, task_id, lowest, seq)
@@ -312,37 +325,47 @@ local function give_up(episode, member, outcome)
   end
   put_letter(episode, outcome, member.attempts)
   call('HSET', member.group, 's' .. member.m, 'x')
-  if member.split == 'train' then count('failed', 1) end
+  if member.split == 'train' then
+    count('failed', 1)
+    book_fate('dead_letter', {episode, 0})
+  end
   count_split(member.split, 'done', 1)
   member_ended(member)
 end
 
 -- part: steps
--- Fixed steps: how many episodes and payload bytes each holds.
+-- Fixed steps: their rows of the ledger, and how many payload bytes each holds.
 local function step_groups(step)
   local packed = call('HGET', STEPS, 'batch:' .. step)
   return packed and cmsgpack.unpack(packed) or {}
 end
 
 local function weigh(groups)
-  local episodes, bytes = 0, 0
+  local bytes, rows = 0, {}
   for _, group in ipairs(groups) do
     local fields = {}
-    for i, episode in ipairs(group) do fields[i] = 'h' .. select(2, split_episode(episode)) end
-    for _, held in ipairs(call('HMGET', group_key((split_episode(group[1]))), unpack(fields))) do
-      episodes = episodes + 1
-      bytes = bytes + tonumber(held or 0)
+    for _, episode in ipairs(group) do
+      local m = select(2, split_episode(episode))
+      fields[#fields + 1] = 'h' .. m
+      fields[#fields + 1] = 'g' .. m
+    end
+    local values = call('HMGET', group_key((split_episode(group[1]))), unpack(fields))
+    for i, episode in ipairs(group) do
+      bytes = bytes + tonumber(values[2 * i - 1] or 0)
+      rows[#rows + 1] = episode
+      rows[#rows + 1] = tonumber(values[2 * i] or 0)
     end
   end
-  return episodes, bytes
+  return rows, bytes
 end
 
 -- Once per step, by its publication or its commit, whichever comes first: it is trained, and its payloads no longer hold
 -- admission back.
 local function count_step_trained(step, groups)
   if step < math.max(run.version, run.trained_below) then return end
-  local episodes, bytes = weigh(groups)
-  count('trained', episodes)
+  local rows, bytes = weigh(groups)
+  count('trained', #rows / 2)
+  book_fate('trained', rows)
   add_bytes(0, -bytes)
   call('HSET', STEPS, 'trained_below', step + 1)
 end

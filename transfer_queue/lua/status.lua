@@ -38,6 +38,16 @@ if first_time(ARGV[2]) then
   call('LTRIM', key('updates'), -tonumber(ARGV[3]), -1)
 end
 
+-- script: report_usage
+-- needs: run, full
+-- ARGV: packed report, nonce.
+if first_time(ARGV[2]) then book('usage', ARGV[1]) end
+
+-- script: trim_ledger
+-- needs: run, full
+-- ARGV: number. Entries up to it are deleted.
+call('ZREMRANGEBYSCORE', key('ledger'), '-inf', ARGV[1])
+
 -- script: results
 -- needs: run, server, episode
 -- flags: no-writes

@@ -30,12 +30,15 @@ local function drop_group(task_id)
   local v = forget_group(task_id)
   count_source(v.source, -1)
   count('dropped_over_age', 1)
+  local rows = {}
   for m = 0, tonumber(v.size) - 1 do
     local state, tokens = v['s' .. m], tonumber(v['t' .. m] or 0)
+    if v['b' .. m] or (state ~= 'd' and state ~= 'x') then add_row(rows, v, task_id .. '#' .. m, m) end
     if v['b' .. m] then count('dropped', 1) end  -- others without a reward were counted when their group was ready
     if state ~= 'd' and state ~= 'x' then count_length(tokens, false) end
     if state ~= 'x' then count_length(tokens, true) end
   end
+  book_fate('over_age', rows)
 end
 
 local function drop_over_age()
@@ -143,15 +146,19 @@ local function without_gone(group)
   return left
 end
 
-local kept, changed, lost = {}, {}, 0
+local kept, changed, lost, rows = {}, {}, 0, {}
 for _, group in ipairs(cmsgpack.unpack(fixed)) do
   local task_id, left = split_episode(group[1]), without_gone(group)
   local v = fields_of(group_key(task_id))
   local enough = #left == #group or #left >= math.min(run.min_group, tonumber(v.size))
   if enough then kept[#kept + 1] = left else left = {} end
   if #left < #group then changed[#changed + 1] = {task_id = task_id, v = v, group = group, whole = not enough} end
+  for _, episode in ipairs(group) do
+    if not enough or gone[episode] then add_row(rows, v, episode, select(2, split_episode(episode))) end
+  end
   lost = lost + #group - #left
 end
+book_fate('payload_lost', rows)
 
 local function forget_payload(one, episode)
   local _, m = split_episode(episode)
@@ -276,7 +283,9 @@ end
 -- submitted here is remembered until it is.
 local function forget_trained(group)
   local task_id = split_episode(group[1])
-  local v = fields_of(group_key(task_id))
+  local v, rows = fields_of(group_key(task_id)), {}
+  for _, episode in ipairs(group) do add_row(rows, v, episode, select(2, split_episode(episode))) end
+  book_fate('trained', rows)
   count('trained', #group)
   count('committed', #group)
   count('committed_groups', 1)

@@ -13,7 +13,7 @@ No role may send a script: one that never ends would stop Redis for all. Roles c
 | `steps`, `trained_ahead`: versions, batches, commits | write | write | read | read | read |
 | groups, episodes, leases, journals, letters, splits, counts; payloads | write | write | write | write | read |
 | `servers`, `updates`, `turn*` | write | write | read | write | read |
-| `once:*`, `waits`, `nothing` | write | write | write | write | read |
+| `once:*`, `waits`, `nothing`, `ledger` | write | write | write | write | read |
 
 `owner` creates and drops the run: `penstock run` itself and the person behind it. SCAN, which owner, trainer and watch
 may use, shows the names of other runs' keys in the same Redis, but not what is in them.
@@ -36,7 +36,7 @@ _EPISODES = (
     *("asked:*", "proven"),
 )
 _SERVERS = ("servers", "servers_until", "updates", "turns", "turn_fence", "turn_reports")
-_CALLS = ("once:*", "waits", "nothing")
+_CALLS = ("once:*", "waits", "nothing", "ledger")
 _ALL = ("*",)
 
 

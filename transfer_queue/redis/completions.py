@@ -78,6 +78,7 @@ class Completions:
             "" if result.lowest_version is None else result.lowest_version,
             result.highest_version,
             result.tokens,
+            result.sampled,
             nonce,
         )
         outcome = pack_plain(outcome_to_plain(trajectory.outcome), "outcome") if result.reward is None else ""

@@ -8,6 +8,7 @@
     penstock:{RUN}:counters, counts      hashes: bytes, fences, the cursor; what ever happened
     penstock:{RUN}:reserved              sorted set: payloads that a writer stores in a cluster, by the time
     penstock:{RUN}:queue[:SOURCE], admitted, ready, open:train, open:other, leases, letters   sorted sets
+    penstock:{RUN}:ledger                sorted set: reports of usage and fates of episodes, by number, see `ledger`
     penstock:{RUN}:group:TASK_ID         hash: a group and its members
     penstock:{RUN}:task:TASK_ID          string: its packed task
     penstock:{RUN}:journal:EPISODE       hash: position → position and packed entry
@@ -39,6 +40,7 @@ class Keys:
         self.counters = self.index + "counters"
         self.garbage = self.index + "garbage"
         self.proven = self.index + "proven"
+        self.ledger = self.index + "ledger"
         self.updates = self.index + "updates"
         self.turn_reports = self.index + "turn_reports"
         self._payload = f"penstock:payload:{run}:"

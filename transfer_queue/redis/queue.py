@@ -29,6 +29,7 @@ from penstock.transfer_queue.errors import (
     QueueError,
     RunTaken,
 )
+from penstock.transfer_queue.ledger import LedgerEntry, UsageReport
 from penstock.transfer_queue.metrics import MEMBER_COST, journal_cost, task_cost
 from penstock.transfer_queue.redis.client import Connection
 from penstock.transfer_queue.redis.completions import Completions
@@ -37,6 +38,7 @@ from penstock.transfer_queue.redis.payloads import UNACKNOWLEDGED_S, PayloadRead
 from penstock.transfer_queue.redis.replies import (
     layout_refused,
     lease_from_row,
+    ledger_entry,
     letter_from_row,
     limits_to_args,
     pack_record,
@@ -336,6 +338,17 @@ class RedisTransferQueue:
     async def updates(self) -> list[WeightUpdate]:
         blobs = await self._connection.command("LRANGE", self._keys.updates, 0, -1)
         return [WeightUpdate(**unpack_plain(blob, "update")) for blob in blobs]
+
+    async def report_usage(self, usage: UsageReport) -> None:
+        await self._script("report_usage", pack_record(usage), usage.report_id)
+
+    async def ledger(self, after: int, limit: int = 1000) -> list[LedgerEntry]:
+        bounds = (f"({after}", "+inf", "LIMIT", 0, limit)
+        members = await self._connection.command("ZRANGEBYSCORE", self._keys.ledger, *bounds)
+        return [ledger_entry(member) for member in members]
+
+    async def trim_ledger(self, upto: int) -> None:
+        await self._script("trim_ledger", upto)
 
     async def take_turn(self, call: TurnCall) -> Turns:
         args = (call.side, call.holder, call.number, int(call.holds), round(call.ttl_s * 1000))

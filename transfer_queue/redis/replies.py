@@ -40,6 +40,7 @@ from penstock.transfer_queue.errors import (
     TooManyFiltered,
     TrainerFenced,
 )
+from penstock.transfer_queue.ledger import Fate, LedgerEntry, UsageReport
 from penstock.transfer_queue.metrics import deciles
 from penstock.transfer_queue.redis.keys import LAYOUT
 from penstock.transfer_queue.status import EPISODE_TOTALS, Status
@@ -65,6 +66,17 @@ def letter_from_row(row: Sequence[Any]) -> DeadLetter:
 def journal_from_values(values: Sequence[bytes]) -> list[JournalEntry]:
     """Entries in the order they were appended: each value starts with its position, big-endian, so bytes sort so."""
     return [decode_journal(value[_POSITION.size :]) for value in sorted(values)]
+
+
+def ledger_entry(member: bytes) -> LedgerEntry:
+    """Return the entry of a member of the ledger: ``NUMBER KIND PACKED``."""
+    number, kind, packed = member.split(b" ", 2)
+    content = unpack_plain(packed, "ledger")
+    if kind == b"usage":
+        return LedgerEntry(int(number), UsageReport(**content))
+    return LedgerEntry(
+        int(number), fate=Fate[kind.decode().upper()], episodes=[*zip(content[::2], content[1::2], strict=True)]
+    )
 
 
 def turns_from_map(reply: Mapping[str, Any]) -> Turns:

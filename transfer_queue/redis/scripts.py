@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from penstock.transfer_queue.ledger import LEDGER_KEPT
 from penstock.transfer_queue.redis.keys import LAYOUT
 
 _SECTION = re.compile(r"^-- (script|part): (\w+)\n", re.M)
 _EACH_CALL = "-- each call:\n"
-_LAYOUT = f"local LAYOUT = '{LAYOUT}'"
+_LAYOUT = f"local LAYOUT, LEDGER_KEPT = '{LAYOUT}', {LEDGER_KEPT}"
 _HEADER = re.compile(r"-- (needs|flags): (.*)\n")
 
 

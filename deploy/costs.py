@@ -1,0 +1,38 @@
+"""Section `costs` of a recipe: prices, and the budget of a run."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+DEVICES = ("rollout_s", "trainer_s")
+BOXES = "box_s"
+
+
+class CostConfig(BaseModel):
+    """Prices in any one currency. The accounts are kept without them, too."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    device_hour: float = Field(
+        0.0, ge=0, description="Price of an hour of one GPU; on a machine without GPUs, of an hour of CPU time."
+    )
+    box_hour: float = Field(0.0, ge=0, description="Price of an hour of one sandbox box.")
+    budget: float | None = Field(
+        None,
+        gt=0,
+        description="The run saves and ends when its accounts have cost so much; a larger budget resumes it.",
+    )
+
+    @model_validator(mode="after")
+    def _has_prices(self) -> Self:
+        if self.budget is not None and not self.device_hour and not self.box_hour:
+            raise ValueError("budget needs a price: set device_hour or box_hour")
+        return self
+
+    def of(self, resource: str) -> float:
+        """Return the price of one unit of a resource of the accounts; 0 for one that has none."""
+        if resource == BOXES:
+            return self.box_hour / 3600
+        return self.device_hour / 3600 if resource in DEVICES else 0.0

@@ -1,0 +1,182 @@
+"""Accounts of cost: every token, device second and box second of a run, under what became of it.
+
+    ledger of the queue ──► usage of episodes that run ──fate──► trained, filtered, over age …, sampled again
+                        └──► usage of no episode ──────────────► idle and why, start and end, evaluation
+
+What an episode used beyond its trajectory was sampled again: an attempt failed, or its worker or server was killed. The
+sums of the accounts are what servers, workers and trainer have counted; nothing is estimated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.common import write_atomically
+from penstock.deploy.config import RunConfig
+from penstock.deploy.costs import CostConfig
+from penstock.transfer_queue import IDLE, STEP, Fate, LedgerEntry, Status, TransferQueue, UsageReport
+
+
+def idle_cause(status: Status, config: RunConfig) -> str:
+    """Return in words why rollout servers have no requests, as far as the queue's state says it."""
+    in_system = sum(status.groups.get(name, 0) for name in ("admitted", "ready", "shipped"))
+    if status.episodes.get("leased", 0):
+        return "tools, environments and rewards work"
+    if in_system >= (config.max_staleness + 1) * config.groups_per_step:
+        return "the trainer is behind"
+    return "agent workers take no task" if status.groups.get("queued", 0) else "no task is queued"
+
+
+SETTLED_KEPT = 20_000
+"""Episodes that have ended whose late reports still find their account."""
+STEPS_KEPT = 1000
+AGAIN, EVALUATION, UNFINISHED = "sampled again", "evaluation", "unfinished"
+TOKENS = "tokens"
+Amounts = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """An episode that has ended."""
+
+    account: str
+    tokens_left: float
+    """Tokens of its trajectory that no report has named yet."""
+
+
+class CostAccounts:
+    """Follows the ledger of one run; `path` keeps the sums over lives of the head."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._number = 0
+        """The newest entry that is in the sums."""
+        self._sums = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
+        """Resource → account → amount."""
+        self._running = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
+        """Usage of episodes that have not ended: episode → resource → amount."""
+        self._settled = OrderedDict[str, Settled]()
+        self._steps = OrderedDict[str, tuple[str, float]]()
+        """Step of a trainer's rank → the process that trained it last, and its device seconds."""
+        if path.exists():
+            self._read(json.loads(path.read_text(encoding="utf-8")))
+
+    async def follow(self, queue: TransferQueue, idle_cause: str) -> None:
+        """Take the new entries into the sums and write them; then the queue forgets these entries. `idle_cause`: why
+        rollout servers have no requests now. Raises `QueueError`, `OSError`."""
+        before = self._number
+        while entries := await queue.ledger(self._number):
+            for entry in entries:
+                self.take(entry, idle_cause)
+        if self._number > before:
+            self.write()
+            await queue.trim_ledger(self._number)
+
+    def take(self, entry: LedgerEntry, idle_cause: str) -> None:
+        """Take one entry into the sums; one that is in them already is passed over."""
+        if entry.number <= self._number:
+            return
+        self._number = entry.number
+        if entry.usage is not None:
+            self._use(entry.usage, idle_cause)
+        if entry.fate is not None:
+            for episode, tokens in entry.episodes:
+                self._settle(episode, entry.fate, tokens)
+
+    def _use(self, usage: UsageReport, idle_cause: str) -> None:
+        for name, amounts in usage.amounts.items():
+            if name.startswith(STEP):
+                self._train(usage.process, name, amounts)
+            elif "#" not in name:
+                cause = "the trainer waits for episodes" if usage.process.startswith("trainer-") else idle_cause
+                self._add(f"idle: {cause}" if name == IDLE else name, amounts)
+            elif not name.startswith("train/"):
+                self._add(EVALUATION, amounts)
+            elif name in self._settled:
+                self._use_late(name, amounts)
+            else:
+                for resource, amount in amounts.items():
+                    self._running[name][resource] += amount
+
+    def _train(self, process: str, step: str, amounts: Amounts) -> None:
+        """A step that a later life of the trainer trains again was in vain before."""
+        rank, _, life = process.partition(" ")
+        for resource, amount in amounts.items():
+            last_life, last = self._steps.pop(f"{rank} {step}", (life, 0.0))
+            if last_life != life:
+                self._sums[resource][Fate.TRAINED] -= last
+                self._sums[resource]["trained again"] += last
+                last = 0.0
+            self._steps[f"{rank} {step}"] = (life, last + amount)
+            self._sums[resource][Fate.TRAINED] += amount
+        while len(self._steps) > STEPS_KEPT:
+            self._steps.popitem(last=False)
+
+    def _settle(self, episode: str, fate: Fate, tokens: int) -> None:
+        if episode in self._settled:
+            return
+        used: Amounts = self._running.pop(episode, {})
+        self._settled[episode] = Settled(fate, tokens)
+        self._use_late(episode, used)
+        while len(self._settled) > SETTLED_KEPT:
+            self._settled.popitem(last=False)
+
+    def _use_late(self, episode: str, amounts: Amounts) -> None:
+        """Of an episode that has ended: its trajectory's tokens are the fate's, further ones were sampled again; other
+        amounts follow the tokens."""
+        known = self._settled[episode]
+        tokens = amounts.get(TOKENS, 0.0)
+        own = tokens if known.account == Fate.DEAD_LETTER else min(tokens, known.tokens_left)
+        share = own / tokens if tokens else 1.0
+        self._settled[episode] = Settled(known.account, known.tokens_left - own)
+        for resource, amount in amounts.items():
+            self._sums[resource][known.account] += amount * share
+            self._sums[resource][AGAIN] += amount * (1 - share)
+
+    def _add(self, account: str, amounts: Amounts) -> None:
+        for resource, amount in amounts.items():
+            self._sums[resource][account] += amount
+
+    def plain(self) -> dict[str, dict[str, float]]:
+        """Return resource → account → amount; usage of episodes that still run is `UNFINISHED`."""
+        sums = {resource: dict(accounts) for resource, accounts in self._sums.items()}
+        for amounts in self._running.values():
+            for resource, amount in amounts.items():
+                accounts = sums.setdefault(resource, {})
+                accounts[UNFINISHED] = accounts.get(UNFINISHED, 0.0) + amount
+        return {
+            resource: {account: round(amount, 3) for account, amount in sorted(accounts.items()) if amount > 0}
+            for resource, accounts in sorted(sums.items())
+        }
+
+    def cost(self, prices: CostConfig) -> dict[str, float]:
+        """Return account → cost so far."""
+        costs = defaultdict[str, float](float)
+        for resource, accounts in self.plain().items():
+            for account, amount in accounts.items():
+                costs[account] += amount * prices.of(resource)
+        return {account: cost for account, cost in costs.items() if cost}
+
+    def write(self) -> None:
+        """Raises `OSError`."""
+        state = {
+            "number": self._number,
+            "sums": self._sums,
+            "running": self._running,
+            "settled": {name: [one.account, one.tokens_left] for name, one in self._settled.items()},
+            "steps": self._steps,
+        }
+        write_atomically(self._path, json.dumps(state) + "\n")
+
+    def _read(self, state: Mapping[str, Any]) -> None:
+        self._number = state["number"]
+        for target, name in ((self._sums, "sums"), (self._running, "running")):
+            for key, amounts in state[name].items():
+                target[key].update(amounts)
+        self._settled.update((name, Settled(*row)) for name, row in state["settled"].items())
+        self._steps.update((name, tuple(row)) for name, row in state["steps"].items())

@@ -1,0 +1,61 @@
+"""What the requests of a rollout server use: sampled tokens, and the time of its devices, by episode."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from penstock.common import DeviceClock
+from penstock.rollout_server.server.registration import HEARTBEAT_S, QueueConnection
+from penstock.transfer_queue import IDLE, SETUP, QueueError, UsageMeter
+
+logger = logging.getLogger(__name__)
+
+
+class ServerUsage:
+    """Counts for the queue's ledger, and reports every `HEARTBEAT_S`.
+
+    The time between two counts goes to the episodes that sampled tokens in it, by their number; without tokens to those
+    whose requests run, in equal parts; else it was idle, or the engine was starting.
+    """
+
+    def __init__(self, name: str, connection: QueueConnection, is_serving: Callable[[], bool]) -> None:
+        self._meter, self._connection, self._is_serving = UsageMeter(name), connection, is_serving
+        self._clock = DeviceClock()
+        self._running, self._tokens = Counter[str](), Counter[str]()
+
+    def begin(self, episode: str) -> None:
+        """Call when a request of `episode` gets its slot in the engine; an empty name is allowed."""
+        self._running[episode] += 1
+
+    def sampled(self, episode: str, tokens: int) -> None:
+        self._tokens[episode] += tokens
+
+    def end(self, episode: str) -> None:
+        self._running[episode] -= 1
+
+    async def keep(self) -> None:
+        """Reports until cancelled."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await self.report()
+
+    async def report(self) -> None:
+        """Reports now; what the queue does not take is kept for the next report."""
+        self._count()
+        try:
+            await self._connection.ask(self._meter.send(self._connection.queue.report_usage))
+        except QueueError as error:
+            logger.warning("usage is not reported yet: %s", error)
+
+    def _count(self) -> None:
+        seconds = self._clock.elapsed_s()
+        self._running += Counter()  # drops those that have ended
+        shares = +self._tokens or self._running or Counter({IDLE if self._is_serving() else SETUP: 1})
+        for episode, share in shares.items():
+            self._meter.add(episode, "rollout_s", seconds * share / shares.total())
+        for episode, tokens in self._tokens.items():
+            self._meter.add(episode, "tokens", tokens)
+        self._tokens.clear()

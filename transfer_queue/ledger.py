@@ -1,0 +1,90 @@
+"""The ledger: what processes used for episodes, and what became of the episodes. Accounts of cost are made of both.
+
+    rollout server, agent worker ── UsageReport, each second ──┐
+    queue: trained, filtered, over age, given up … ── fates ───┴──► ledger ──► the head's accounts, which trim it
+
+A report names episodes, not accounts: tokens are sampled before anybody knows whether they will be trained on.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+LEDGER_KEPT = 65536
+"""Entries that wait for a head; beyond them the oldest go."""
+
+
+IDLE, SETUP, OTHERS = "idle", "start and end", "others"
+"""Names in a report's amounts that are no episodes: devices without a request or a batch, devices of a process that
+starts or saves, and requests of no episode."""
+STEP = "step/"
+"""Prefix of the name of a step that the trainer has trained."""
+
+
+class Fate(StrEnum):
+    """What became of an episode of split ``train``."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    """Its group had equal rewards."""
+    OVER_AGE = "over age"
+    """Its group was dropped: it was over `max_staleness`."""
+    UNREWARDED = "unrewarded"
+    DEAD_LETTER = "dead letter"
+    """It was given up, or too few members of its group were left."""
+    PAYLOAD_LOST = "payload lost"
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport:
+    """What a process used since its last report."""
+
+    report_id: str
+    """A report of the same id counts once."""
+    process: str
+    """The name of a server, worker or rank; after a space, which life of it."""
+    amounts: Mapping[str, Mapping[str, float]]
+    """Episode or step → resource (``tokens``, ``rollout_s``, ``trainer_s``, ``box_s``) → amount; what is for neither is
+    under `IDLE`, `SETUP` or `OTHERS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """A report, or the fate of some episodes."""
+
+    number: int
+    """Grows with every entry of the run."""
+    usage: UsageReport | None = None
+    fate: Fate | None = None
+    episodes: Sequence[tuple[str, int]] = field(default=())
+    """(episode, sampled tokens of its trajectory; 0 where it has none), of a fate."""
+
+
+class UsageMeter:
+    """What a process uses, until the queue has taken it."""
+
+    def __init__(self, process: str) -> None:
+        self._process = process
+        self._amounts = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
+        self._unsent: UsageReport | None = None
+
+    def add(self, name: str, resource: str, amount: float) -> None:
+        """`name`: see `UsageReport.amounts`; an empty one is a request of somebody else."""
+        self._amounts[name or OTHERS][resource] += amount
+
+    async def send(self, report: Callable[[UsageReport], Awaitable[None]]) -> None:
+        """Report what was added. If `report` raises, the same report is sent first by the next call: nothing counts
+        twice."""
+        if self._unsent is not None:
+            await report(self._unsent)
+            self._unsent = None
+        if self._amounts:
+            amounts = {name: dict(each) for name, each in self._amounts.items()}
+            self._amounts.clear()
+            self._unsent = UsageReport(secrets.token_hex(8), self._process, amounts)
+            await report(self._unsent)
+            self._unsent = None
