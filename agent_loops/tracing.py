@@ -59,6 +59,7 @@ class Trace:
     dropped: int = 0
     on_span: OnSpan | None = None
     exported: EpisodeSpans | None = None
+    episode_id: str = ""
 
     def add(self, kind: str, name: str, start: float) -> None:
         now = time.monotonic()
@@ -81,11 +82,17 @@ class Trace:
         return recorded
 
 
-def begin_trace(on_span: OnSpan | None = None, exported: EpisodeSpans | None = None) -> Trace:
+def begin_trace(on_span: OnSpan | None = None, exported: EpisodeSpans | None = None, episode_id: str = "") -> Trace:
     """A new one for this task and those that it starts."""
-    trace = Trace(on_span=on_span, exported=exported)
+    trace = Trace(on_span=on_span, exported=exported, episode_id=episode_id)
     _CURRENT.set(trace)
     return trace
+
+
+def current_episode() -> str:
+    """Return the id of the episode that this task runs, or an empty text."""
+    trace = _CURRENT.get()
+    return "" if trace is None else trace.episode_id
 
 
 class span:

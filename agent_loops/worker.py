@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from penstock.agent_loops.base import WorkerServices, find_loop
+from penstock.agent_loops.box_usage import BoxUsage, counted
 from penstock.agent_loops.chat.chat import chat_of
 from penstock.agent_loops.concurrency import ADAPT_S, Concurrency, WatchedClient
 from penstock.agent_loops.config import AgentConfig
@@ -119,13 +120,15 @@ async def run_worker(job: WorkerJob) -> None:
 
     Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `QueueError`.
     """
-    sandbox = _sandbox_of(job)
+    boxes = BoxUsage(job.name)
+    sandbox = _sandbox_of(job, boxes)
     services: WorkerServices | None = None
     try:
         with uncollected():  # it imports transformers
             services = build_services(job, sandbox)
         with frozen_start():
-            await Worker(job, services).run()
+            async with boxes.reported(job.run.queue):
+                await Worker(job, services).run()
     finally:
         if services is not None:
             await services.shared.close()
@@ -138,7 +141,7 @@ async def run_worker(job: WorkerJob) -> None:
             await sandbox.close()
 
 
-def _sandbox_of(job: WorkerJob) -> Sandbox | None:
+def _sandbox_of(job: WorkerJob, boxes: BoxUsage) -> Sandbox | None:
     """Required by tools and some loops; rewards by verl's names may work without, and fail when they must run a
     program."""
     loops = (find_loop(name, job.run.recipe_dir) for name in job.config.loops)
@@ -155,7 +158,7 @@ def _sandbox_of(job: WorkerJob) -> Sandbox | None:
         log.warning("no sandbox for rewards: %s", error)
         return None
     follow_costs(sandbox, job.metrics.costs)
-    return traced(sandbox)
+    return traced(counted(sandbox, boxes))
 
 
 class Worker:

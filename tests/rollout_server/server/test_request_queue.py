@@ -11,7 +11,10 @@ import pytest
 from tests.rollout_server.scripted import Script
 
 from penstock.rollout_server import Chunk, EngineError, GenerateRequest, RolloutMetrics
+from penstock.rollout_server.server.registration import QueueConnection
 from penstock.rollout_server.server.request_queue import DeadlineExceeded, RequestQueue
+from penstock.rollout_server.server.usage import ServerUsage
+from penstock.testing import MemoryTransferQueue
 
 
 def chunk(token: int, finish_reason: Any = None) -> Chunk:
@@ -24,7 +27,8 @@ class ScriptedEngine(Script):
 
 
 def make_queue(slots: int = 4, **settings: Any) -> RequestQueue:
-    return RequestQueue(slots, RolloutMetrics(), truncated_sampling=False, **settings)
+    usage = ServerUsage("rollout-0", QueueConnection(MemoryTransferQueue()), lambda: True)
+    return RequestQueue(slots, RolloutMetrics(), truncated_sampling=False, usage=usage, **settings)
 
 
 def request(deadline_s: float | None = None) -> GenerateRequest:

@@ -25,7 +25,10 @@ from penstock.rollout_server import Chunk, EngineError, RolloutConfig, RolloutMe
 from penstock.rollout_server.engines.http import stream as http_stream
 from penstock.rollout_server.engines.vllm import engine as vllm
 from penstock.rollout_server.engines.vllm import weights as vllm_weights
+from penstock.rollout_server.server.registration import QueueConnection
 from penstock.rollout_server.server.request_queue import RequestQueue
+from penstock.rollout_server.server.usage import ServerUsage
+from penstock.testing import MemoryTransferQueue
 from penstock.weight_sync import (
     Manifest,
     Offer,
@@ -247,7 +250,8 @@ class OnTrial:
     """An engine that loads version 3 while `began` is answered; `began` and `after` end before the verdict."""
 
     def __init__(self) -> None:
-        self.queue = RequestQueue(4, RolloutMetrics(), truncated_sampling=False)
+        usage = ServerUsage("rollout-0", QueueConnection(MemoryTransferQueue()), lambda: True)
+        self.queue = RequestQueue(4, RolloutMetrics(), truncated_sampling=False, usage=usage)
         self.loaded, self.may_end = asyncio.Event(), asyncio.Event()
         self.may_end.set()
         self.engine: Any = None

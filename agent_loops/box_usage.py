@@ -1,0 +1,114 @@
+"""The time of sandbox boxes, by the episode that holds them, for the queue's ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import wraps
+from typing import Any, cast
+
+from penstock.agent_loops.tracing import current_episode
+from penstock.common import cancel_and_wait
+from penstock.sandbox import Sandbox
+from penstock.transfer_queue import QueueError, TransferQueue, UsageMeter
+
+EVERY_S = 1.0
+
+OPENS, ENDS = frozenset({"start", "attach", "fork"}), frozenset({"close", "leave"})
+"""Verbs of a sandbox that return a session, and of a session that give its box up."""
+
+
+log = logging.getLogger(__name__)
+
+
+class BoxUsage:
+    """Open boxes of one worker. A box is its episode's until it is closed, or left to another worker."""
+
+    def __init__(self, worker: str) -> None:
+        self._meter = UsageMeter(worker)
+        self._open: dict[int, tuple[str, float]] = {}
+        """Session → its episode, and until when it is counted."""
+
+    def opened(self, session: object) -> None:
+        self._open[id(session)] = (current_episode(), time.monotonic())
+
+    def ended(self, session: object) -> None:
+        self._count(id(session))
+        self._open.pop(id(session), None)
+
+    @asynccontextmanager
+    async def reported(self, queue: TransferQueue) -> AsyncIterator[None]:
+        """What was counted goes to the queue's ledger every `EVERY_S` in the block, and at its end."""
+        keeper = asyncio.create_task(self._keep(queue), name="usage of boxes")
+        try:
+            yield
+        finally:
+            await cancel_and_wait([keeper])
+            await self.report(queue)
+
+    async def _keep(self, queue: TransferQueue) -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            await self.report(queue)
+
+    async def report(self, queue: TransferQueue) -> None:
+        """Report the boxes that are open up to now; what the queue does not take is kept."""
+        for session in self._open:
+            self._count(session)
+        try:
+            await self._meter.send(queue.report_usage)
+        except QueueError as error:
+            log.warning("usage is not reported yet: %s", error)
+
+    def _count(self, session: int) -> None:
+        if session in self._open:
+            (episode, since), now = self._open[session], time.monotonic()
+            self._meter.add(episode, "box_s", now - since)
+            self._open[session] = (episode, now)
+
+
+def counted(sandbox: Sandbox, usage: BoxUsage) -> Sandbox:
+    """The same sandbox, whose boxes `usage` counts."""
+    return cast(Sandbox, _CountedSandbox(sandbox, usage))
+
+
+class _CountedSandbox:
+    def __init__(self, inner: Any, usage: BoxUsage) -> None:
+        self._inner, self._usage = inner, usage
+
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self._inner, name)
+        if name == "snapshot":
+            return lambda session: verb(session._inner)
+        if name not in OPENS:
+            return verb
+
+        @wraps(verb)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            session = _CountedSession(await verb(*args, **kwargs), self._usage)
+            self._usage.opened(session)
+            return session
+
+        return call
+
+
+class _CountedSession:
+    def __init__(self, inner: Any, usage: BoxUsage) -> None:
+        self._inner, self._usage = inner, usage
+
+    def __getattr__(self, name: str) -> Any:
+        verb = getattr(self._inner, name)
+        if name not in ENDS:
+            return verb
+
+        @wraps(verb)
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await verb(*args, **kwargs)
+            finally:
+                self._usage.ended(self)
+
+        return call
