@@ -13,9 +13,7 @@ from typing import Any, cast
 from penstock.agent_loops.tracing import current_episode
 from penstock.common import cancel_and_wait
 from penstock.sandbox import Sandbox
-from penstock.transfer_queue import QueueError, TransferQueue, UsageMeter
-
-EVERY_S = 1.0
+from penstock.transfer_queue import REPORT_EVERY_S, QueueError, TransferQueue, UsageMeter
 
 OPENS, ENDS = frozenset({"start", "attach", "fork"}), frozenset({"close", "leave"})
 """Verbs of a sandbox that return a session, and of a session that give its box up."""
@@ -41,7 +39,7 @@ class BoxUsage:
 
     @asynccontextmanager
     async def reported(self, queue: TransferQueue) -> AsyncIterator[None]:
-        """What was counted goes to the queue's ledger every `EVERY_S` in the block, and at its end."""
+        """What was counted goes to the queue's ledger every `REPORT_EVERY_S` in the block, and at its end."""
         keeper = asyncio.create_task(self._keep(queue), name="usage of boxes")
         try:
             yield
@@ -51,7 +49,7 @@ class BoxUsage:
 
     async def _keep(self, queue: TransferQueue) -> None:
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(REPORT_EVERY_S)
             await self.report(queue)
 
     async def report(self, queue: TransferQueue) -> None:

@@ -7,7 +7,8 @@ server or its engine, the trainer, redis-server, or the supervisor itself, which
 and then the trainer's disk is full at a checkpoint, which ends the run until it is resumed, or a file of the batch log
 is cut before the trainer is killed. At the end the run is resumed with two servers, of which one dies for good, and
 once more for its last steps; then the accounts must balance, nothing may be left of it on the machine, and the memory
-of each role must not have grown.
+of each role must not have grown. `accounts_percent`: the CPU seconds in the accounts of cost over those that the kernel
+has counted for servers and trainers, read every 50 ms.
 
 PENSTOCK_SOAK_MINUTES (30); PENSTOCK_SOAK_SEED (random); PENSTOCK_SOAK_FOLDER: where the run's folder is kept.
 """
@@ -25,6 +26,7 @@ from statistics import linear_regression, median
 from typing import Any
 
 from benchmarks.support.comparison import say
+from benchmarks.support.device_cpu import DeviceCpu
 from benchmarks.support.left_behind import left_behind, wait_for_nothing
 from benchmarks.support.soak_run import LOOK_S, ROLES, SUPERVISOR, EndedEarly, SoakRun
 
@@ -170,19 +172,23 @@ def _measure(run: SoakRun, minutes: float, seed: int) -> dict[str, Any]:
     soak = Soak(run, seed)
     run.start(steps=NEVER)
     try:
-        soak.until_first_step()
-        soak.play(minutes)
-        run.stop()
-        soak.lose_a_server()
-        run.stop()
-        trained = run.steps()
-        run.start(steps=run.newest_step() + LAST_STEPS, resume=True)
-        summary = run.finish(UNTIL_END_S)
+        with DeviceCpu(run) as devices:
+            soak.until_first_step()
+            soak.play(minutes)
+            run.stop()
+            soak.lose_a_server()
+            run.stop()
+            trained = run.steps()
+            run.start(steps=run.newest_step() + LAST_STEPS, resume=True)
+            summary = run.finish(UNTIL_END_S)
         left = wait_for_nothing(lambda: left_behind(run.root, run.started, run.workers, run.ports))
     finally:
         run.end()
     figures = {name: summary.get(name) for name in OF_SUMMARY}
     figures |= {"kills": dict(soak.kills), "ended_by_itself": soak.ended, "steps_with_repeats": trained}
     figures |= {"versions_seen": len(run.contents), "versions_with_two_contents": run.versions_with_two_contents()}
+    accounts = [summary["accounts"].get(resource, {}) for resource in ("rollout_s", "trainer_s")]
+    counted = sum(amount for of_resource in accounts for amount in of_resource.values())
+    figures |= {"accounts": summary["accounts"], "accounts_percent": round(100 * counted / devices.seconds, 2)}
     figures |= {"left_behind": left, "memory": soak.memory.figures(), "processes": len(run.started)}
     return {"bench": "soak", "ratio": {}, "figures": figures, "setup": {"minutes": minutes, "seed": seed}}

@@ -156,12 +156,15 @@ class ProcessTable:
     def cpu_s(self, root: int) -> float:
         """CPU seconds used by the living processes of the tree."""
         known = [self.fields[pid] for pid in self.tree_of(root) if pid in self.fields]
-        ticks = sum(int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS]) for fields in known)
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return sum(map(_cpu_s, known))
 
     def stopped(self, root: int) -> list[int]:
         """Processes of the tree that SIGSTOP or a debugger holds."""
         return [pid for pid in self.tree_of(root) if self.fields.get(pid, "?")[_STATE] in ("T", "t")]
+
+
+TREE_KEPT_S = 5.0
+"""Time between two looks for new children."""
 
 
 class DeviceClock:
@@ -170,14 +173,23 @@ class DeviceClock:
 
     def __init__(self) -> None:
         self._gpus = len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()])
-        self._last = time.monotonic() if self._gpus else 0.0
+        self._last = time.monotonic()
+        self._cpu_s: dict[int, float] = {}
+        """Process of the tree → its CPU time at the last call."""
+        self._tree, self._tree_at = [os.getpid()], -math.inf
 
     def elapsed_s(self) -> float:
-        """Return the seconds since the last call, summed over devices; the first call counts from the start."""
-        now = time.monotonic() if self._gpus else ProcessTable.now().cpu_s(os.getpid())
-        # A child that has ended takes its CPU time along: what it used since the last call is not counted.
-        elapsed, self._last = max(0.0, now - self._last), now
-        return elapsed * max(1, self._gpus)
+        """Return the seconds since the last call, summed over devices. Of CPU time the first call returns what was used
+        since the process began."""
+        now = time.monotonic()
+        elapsed, self._last = now - self._last, now
+        return elapsed * self._gpus if self._gpus else self._cpu_elapsed_s(now)
+
+    def _cpu_elapsed_s(self, now: float) -> float:
+        if now - self._tree_at > TREE_KEPT_S:
+            self._tree, self._tree_at = ProcessTable.now().tree_of(os.getpid()), now
+        before, self._cpu_s = self._cpu_s, {pid: _cpu_s(stat) for pid in self._tree if (stat := _stat(PROC / str(pid)))}
+        return sum(seconds - before.get(pid, 0.0) for pid, seconds in self._cpu_s.items())
 
 
 def handles_signal(pid: int, signum: int) -> bool:
@@ -223,6 +235,11 @@ def _namespace() -> str:
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}:{(PROC / 'self/ns/pid').stat().st_ino}"
     return ""
+
+
+def _cpu_s(stat: Sequence[str]) -> float:
+    """User and system time of a process from its `_stat`."""
+    return (int(stat[_USER_TICKS]) + int(stat[_SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(entry: Path) -> list[str]:

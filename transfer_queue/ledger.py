@@ -21,6 +21,8 @@ LEDGER_KEPT = 65536
 IDLE, SETUP, OTHERS = "idle", "start and end", "others"
 """Names in a report's amounts that are no episodes: devices without a request or a batch, devices of a process that
 starts or saves, and requests of no episode."""
+REPORT_EVERY_S = 0.5
+"""A process that is killed takes along what it has not reported."""
 STEP = "step/"
 """Prefix of the name of a step that the trainer has trained."""
 

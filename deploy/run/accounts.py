@@ -45,8 +45,8 @@ class Settled:
     """An episode that has ended."""
 
     account: str
-    tokens_left: float
-    """Tokens of its trajectory that no report has named yet."""
+    unreported: float
+    """Tokens of its trajectory that no report has named yet: one is late, or was lost with its server."""
 
 
 class CostAccounts:
@@ -121,22 +121,31 @@ class CostAccounts:
         if episode in self._settled:
             return
         used: Amounts = self._running.pop(episode, {})
-        self._settled[episode] = Settled(fate, tokens)
-        self._use_late(episode, used)
+        reported = used.get(TOKENS, 0.0)
+        # A trajectory's tokens were sampled, whether or not their server lived to report them.
+        unreported = max(0.0, tokens - reported)
+        self._settled[episode] = Settled(fate, unreported)
+        self._sums[TOKENS][fate] += unreported
+        self._book(fate, used, reported - tokens)
         while len(self._settled) > SETTLED_KEPT:
             self._settled.popitem(last=False)
 
     def _use_late(self, episode: str, amounts: Amounts) -> None:
-        """Of an episode that has ended: its trajectory's tokens are the fate's, further ones were sampled again; other
-        amounts follow the tokens."""
-        known = self._settled[episode]
+        """Of an episode that has ended: its trajectory's tokens are in the sums."""
+        known, reported = self._settled[episode], amounts.get(TOKENS, 0.0)
+        counted = min(reported, known.unreported)
+        self._settled[episode] = Settled(known.account, known.unreported - counted)
+        self._sums[TOKENS][known.account] -= counted
+        self._book(known.account, amounts, reported - counted)
+
+    def _book(self, account: str, amounts: Amounts, again: float) -> None:
+        """`again`: tokens that are in no trajectory; other amounts follow the tokens. All attempts of a dead letter are
+        its own."""
         tokens = amounts.get(TOKENS, 0.0)
-        own = tokens if known.account == Fate.DEAD_LETTER else min(tokens, known.tokens_left)
-        share = own / tokens if tokens else 1.0
-        self._settled[episode] = Settled(known.account, known.tokens_left - own)
+        share = max(0.0, again) / tokens if tokens and account != Fate.DEAD_LETTER else 0.0
         for resource, amount in amounts.items():
-            self._sums[resource][known.account] += amount * share
-            self._sums[resource][AGAIN] += amount * (1 - share)
+            self._sums[resource][account] += amount * (1 - share)
+            self._sums[resource][AGAIN] += amount * share
 
     def _add(self, account: str, amounts: Amounts) -> None:
         for resource, amount in amounts.items():
@@ -168,7 +177,7 @@ class CostAccounts:
             "number": self._number,
             "sums": self._sums,
             "running": self._running,
-            "settled": {name: [one.account, one.tokens_left] for name, one in self._settled.items()},
+            "settled": {name: [one.account, one.unreported] for name, one in self._settled.items()},
             "steps": self._steps,
         }
         write_atomically(self._path, json.dumps(state) + "\n")

@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Callable
 
 from penstock.common import DeviceClock
-from penstock.rollout_server.server.registration import HEARTBEAT_S, QueueConnection
-from penstock.transfer_queue import IDLE, SETUP, QueueError, UsageMeter
+from penstock.rollout_server.server.registration import QueueConnection
+from penstock.transfer_queue import IDLE, REPORT_EVERY_S, SETUP, QueueError, UsageMeter
 
 logger = logging.getLogger(__name__)
 
 
 class ServerUsage:
-    """Counts for the queue's ledger, and reports every `HEARTBEAT_S`.
+    """Counts for the queue's ledger, and reports every `REPORT_EVERY_S`.
 
     The time between two counts goes to the episodes that sampled tokens in it, by their number; without tokens to those
     whose requests run, in equal parts; else it was idle, or the engine was starting.
@@ -39,7 +39,7 @@ class ServerUsage:
     async def keep(self) -> None:
         """Reports until cancelled."""
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(REPORT_EVERY_S)
             await self.report()
 
     async def report(self) -> None:

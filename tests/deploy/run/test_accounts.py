@@ -51,6 +51,17 @@ def test_a_report_after_the_end_finds_its_account() -> None:
     assert accounts_of(early, ended(2, Fate.FILTERED, m0=10), late) == {"tokens": {"filtered": 10, "sampled again": 2}}
 
 
+def test_tokens_that_a_killed_server_did_not_report_were_sampled() -> None:
+    """They are in the trajectory: the client had them. A report that comes late after all does not count again."""
+    entries = [used(1, {"train/0#0": {"tokens": 6}}), ended(2, Fate.TRAINED, m0=10)]
+    assert accounts_of(*entries) == {"tokens": {"trained": 10}}
+    late = used(3, {"train/0#0": {"tokens": 5, "rollout_s": 1.0}})
+    assert accounts_of(*entries, late) == {
+        "rollout_s": {"sampled again": 0.2, "trained": 0.8},
+        "tokens": {"sampled again": 1, "trained": 10},
+    }
+
+
 def test_attempts_of_a_dead_letter_and_of_the_unfinished_are_theirs() -> None:
     usage = used(1, {"train/0#0": {"tokens": 6}, "train/0#1": {"tokens": 4}})
     sums = accounts_of(usage, ended(2, Fate.DEAD_LETTER, m0=0))
@@ -74,7 +85,7 @@ def test_a_step_that_a_killed_trainer_did_not_save_was_in_vain() -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_the_sums_are_what_was_reported_in_any_order(seed: int) -> None:
+def test_the_sums_are_what_was_reported_or_trained_in_any_order(seed: int) -> None:
     rng = random.Random(seed)
     episodes = {f"train/0#{m}": rng.randrange(9) for m in range(6)}
     reports = [
@@ -88,12 +99,15 @@ def test_the_sums_are_what_was_reported_in_any_order(seed: int) -> None:
     rng.shuffle(entries)
     numbered = [LedgerEntry(n, one.usage, one.fate, one.episodes) for n, one in enumerate(entries, start=1)]
     sums = accounts_of(*(one for entry in numbered for one in (entry, entry)))  # a repeated entry counts once
-    total = Counter[str]()
+    reported: dict[str, Counter[str]] = {resource: Counter() for resource in ("tokens", "box_s")}
     for report in reports:
-        for amounts in report.values():
-            total.update(amounts)
-    for resource in ("tokens", "box_s"):
-        assert sum(sums.get(resource, {}).values()) == pytest.approx(total[resource], abs=0.01)
+        for name, amounts in report.items():
+            for resource, amount in amounts.items():
+                reported[resource][name] += amount  # type: ignore[assignment]
+    trajectories = {name: n for fate in fates for name, n in fate.episodes}
+    tokens = sum(max(reported["tokens"][name], trajectories.get(name, 0)) for name in episodes)
+    assert sum(sums.get("tokens", {}).values()) == pytest.approx(tokens, abs=0.01)
+    assert sum(sums["box_s"].values()) == pytest.approx(reported["box_s"].total(), abs=0.01)
 
 
 async def test_a_head_that_is_killed_at_any_time_continues_the_sums(tmp_path: Path) -> None:
