@@ -39,7 +39,7 @@ class BoxUsage:
 
     @asynccontextmanager
     async def reported(self, queue: TransferQueue) -> AsyncIterator[None]:
-        """What was counted goes to the queue's ledger every `REPORT_EVERY_S` in the block, and at its end."""
+        """Report the boxes' time to the queue's ledger every `REPORT_EVERY_S` in the block, and at its end."""
         keeper = asyncio.create_task(self._keep(queue), name="usage of boxes")
         try:
             yield

@@ -50,7 +50,7 @@ class RunDir:
         self.weight_updates = root / "weight_updates.jsonl"
         """The queue's weight updates, written when the run ends: the queue is away then."""
         self.accounts = root / "accounts.json"
-        """Where tokens and seconds of the run went, see `CostAccounts`."""
+        """Tokens and seconds of the run by their use, see `CostAccounts`."""
         self.dead_letters = root / "dead_letters.jsonl"
         """The oldest dead letters, written when the run ends, for the same reason."""
         self.turns = root / "turns.jsonl"

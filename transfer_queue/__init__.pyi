@@ -20,7 +20,6 @@ from .errors import StepError as StepError
 from .errors import TooManyFiltered as TooManyFiltered
 from .errors import TrainerFenced as TrainerFenced
 from .ledger import IDLE as IDLE
-from .ledger import OTHERS as OTHERS
 from .ledger import REPORT_EVERY_S as REPORT_EVERY_S
 from .ledger import SETUP as SETUP
 from .ledger import STEP as STEP

@@ -1,4 +1,4 @@
-"""The ledger: what processes used for episodes, and what became of the episodes. Accounts of cost are made of both.
+"""The ledger: usage of processes by episode, and the fates of episodes. Accounts of cost are made of both.
 
     rollout server, agent worker ── UsageReport, each second ──┐
     queue: trained, filtered, over age, given up … ── fates ───┴──► ledger ──► the head's accounts, which trim it
@@ -28,22 +28,22 @@ STEP = "step/"
 
 
 class Fate(StrEnum):
-    """What became of an episode of split ``train``."""
+    """The end of an episode of split ``train``."""
 
     TRAINED = "trained"
     FILTERED = "filtered"
-    """Its group had equal rewards."""
+    """The group had equal rewards."""
     OVER_AGE = "over age"
-    """Its group was dropped: it was over `max_staleness`."""
+    """The group was dropped: it was over `max_staleness`."""
     UNREWARDED = "unrewarded"
     DEAD_LETTER = "dead letter"
-    """It was given up, or too few members of its group were left."""
+    """The episode was given up, or too few members of its group were left."""
     PAYLOAD_LOST = "payload lost"
 
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """What a process used since its last report."""
+    """Usage of a process since its last report."""
 
     report_id: str
     """A report of the same id counts once."""
@@ -67,7 +67,7 @@ class LedgerEntry:
 
 
 class UsageMeter:
-    """What a process uses, until the queue has taken it."""
+    """Usage of a process that the queue has not taken yet."""
 
     def __init__(self, process: str) -> None:
         self._process = process

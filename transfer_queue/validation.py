@@ -40,7 +40,7 @@ class FinishedEpisode:
     tokens: int
     """Length of all responses together, observations included."""
     sampled: int
-    """Those of them that were sampled."""
+    """Sampled tokens among them."""
     lowest_version: int | None
     """Oldest version of any sampled token; None where nothing was sampled."""
     highest_version: int

@@ -1,4 +1,4 @@
-"""CPU time of a run's rollout servers and trainers by the kernel, whatever is killed: what accounts are compared with."""
+"""CPU time of a run's rollout servers and trainers by the kernel, whatever is killed, to compare accounts with."""
 
 from __future__ import annotations
 

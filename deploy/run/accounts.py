@@ -1,4 +1,4 @@
-"""Accounts of cost: every token, device second and box second of a run, under what became of it.
+"""Accounts of cost: every token, device second and box second of a run, under its use.
 
     ledger of the queue ──► usage of episodes that run ──fate──► trained, filtered, over age …, sampled again
                         └──► usage of no episode ──────────────► idle and why, start and end, evaluation
@@ -30,6 +30,13 @@ def idle_cause(status: Status, config: RunConfig) -> str:
     if in_system >= (config.max_staleness + 1) * config.groups_per_step:
         return "the trainer is behind"
     return "agent workers take no task" if status.groups.get("queued", 0) else "no task is queued"
+
+
+def shares(accounts: Mapping[str, float]) -> str:
+    """Return the shares of a resource's accounts in words, the largest first."""
+    total = sum(accounts.values())
+    ordered = sorted(accounts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{amount / total:.1%} {account}" for account, amount in ordered)
 
 
 SETTLED_KEPT = 20_000
@@ -131,7 +138,7 @@ class CostAccounts:
             self._settled.popitem(last=False)
 
     def _use_late(self, episode: str, amounts: Amounts) -> None:
-        """Of an episode that has ended: its trajectory's tokens are in the sums."""
+        """Add a report of an episode that has ended, whose trajectory's tokens are in the sums."""
         known, reported = self._settled[episode], amounts.get(TOKENS, 0.0)
         counted = min(reported, known.unreported)
         self._settled[episode] = Settled(known.account, known.unreported - counted)
@@ -174,6 +181,7 @@ class CostAccounts:
     def write(self) -> None:
         """Raises `OSError`."""
         state = {
+            "accounts": self.plain(),
             "number": self._number,
             "sums": self._sums,
             "running": self._running,

@@ -26,7 +26,7 @@ from penstock.agent_loops import BLOCKING
 from penstock.common import JsonlTail, last_by, read_jsonl, rewrite_jsonl, write_atomically
 from penstock.dashboard import plain, reward_warning
 from penstock.deploy.config import RunConfig
-from penstock.deploy.run.accounts import CostAccounts, idle_cause
+from penstock.deploy.run.accounts import CostAccounts, idle_cause, shares
 from penstock.deploy.run.plan import lent_servers
 from penstock.deploy.run.supervisor import SupervisedRole, Watchdog
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir
@@ -303,7 +303,7 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         "episodes": ", ".join([f"{get('episodes_trained')} trained", *(f"{n} {what}" for what, n in lost.items() if n)])
         + ("" if get("lost") or get("trained_twice") else "; none lost, none trained twice"),
         "tokens": f"{get('tokens_sampled', 0):,} sampled, at most {get('staleness_max')} versions old",
-        **{resource: _shares(accounts) for resource, accounts in get("accounts", {}).items()},
+        **{resource: shares(accounts) for resource, accounts in get("accounts", {}).items()},
         "cost": _priced(summary) if "cost_total" in summary else "",
         "updates": f"{get('weight_updates')} of weights; requests paused {get('pause_ms_p99')} ms (p99)",
         "waits": ", ".join(f"{who} {get('wait_s', {}).get(key, 0):.0f} s" for who, key in waits.items()),
@@ -335,13 +335,6 @@ def _ends(steps: int) -> tuple[int, int]:
     """(first, last) steps whose mean rewards are compared: none is in both."""
     half = max(1, steps // 2)
     return min(3, half), min(5, half)
-
-
-def _shares(accounts: Mapping[str, float]) -> str:
-    """The shares of a resource's accounts, the largest first."""
-    total = sum(accounts.values())
-    shares = sorted(accounts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{amount / total:.1%} {account}" for account, amount in shares)
 
 
 def _priced(summary: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.dashboard import Pulse, RunFiles, advise, flat, rollout_idle
+from penstock.deploy.run.accounts import shares
 from penstock.deploy.run_dir import EVALUATION_SETTINGS, RunDir
 
 RECENT_STEPS = 10
@@ -50,6 +51,7 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
         **learning,
         **{name: status.get(name) for name in facts},
         "bound_groups": _bound(config),
+        "accounts": files.json_of("accounts.json").get("accounts", {}),
         "servers": servers,
         "waiting": [_training(status, config), _rolling_out(status, servers, config)] if live["alive"] else [],
         "advice": split.advice if learning["loss"] is None else None,
@@ -167,6 +169,7 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         yield from (f"{'now' if index == 0 else '':8}  {line}" for index, line in enumerate(state["waiting"]))
         yield f"waits     {_pairs(state['waits_s'], ' s')}"
         yield f"workers   {_pairs(state['workers'], ' episodes')}"
+    yield from (f"{resource:9} {shares(accounts)}" for resource, accounts in state["accounts"].items())
     if state["roles"]:
         listed = (f"{name} {role['state']}" + (f", {n} restarts" if (n := role["restarts"]) else "")
                 for name, role in state["roles"].items())  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the requests of a rollout server use: sampled tokens, and the time of its devices, by episode."""
+"""Usage of a rollout server by episode: sampled tokens, and the time of its devices."""
 
 from __future__ import annotations
 

@@ -14,7 +14,9 @@ from typer.testing import CliRunner, Result
 
 from penstock.common import process_identity
 from penstock.deploy import RunConnection, RunDir, app
+from penstock.deploy.run.accounts import CostAccounts
 from penstock.deploy.run.connection import connect_file
+from penstock.transfer_queue import Fate, LedgerEntry, UsageReport
 
 pytestmark = [pytest.mark.redis, pytest.mark.torch]
 
@@ -90,6 +92,17 @@ async def test_status_warns_of_no_solved_task(tmp_path: Path) -> None:
     rows = [{"step": n, "wall_s": 1.0, "reward": mean, "reward_std": std} for n, (mean, std) in enumerate(rewards)]
     write_rows(tmp_path / "solved", rows)
     assert not (await state_of(str(tmp_path / "solved")))["warning"]
+
+
+async def test_status_shows_where_the_cost_went(tmp_path: Path) -> None:
+    root = tmp_path / "priced"
+    write_config(root, "trainer: {steps: 9}\n")
+    accounts = CostAccounts(root / "accounts.json")
+    accounts.take(LedgerEntry(1, UsageReport("1", "rollout-0", {"train/0#0": {"tokens": 4.0}})), "")
+    accounts.take(LedgerEntry(2, fate=Fate.TRAINED, episodes=[("train/0#0", 3)]), "")
+    accounts.write()
+    assert (await state_of(str(root)))["accounts"] == {"tokens": {"sampled again": 1, "trained": 3}}
+    assert "tokens    75.0% trained, 25.0% sampled again" in (await invoke(str(root))).stdout
 
 
 async def test_a_fine_tuning_shows_its_loss_and_nothing_of_rollouts(tmp_path: Path) -> None:
