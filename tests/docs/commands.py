@@ -208,8 +208,9 @@ def simple_commands(text: str) -> Iterator[list[str]]:
 
 
 def _split(line: str) -> Iterator[list[str]]:
-    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-    lexer.whitespace_split = True
+    # A comment begins after a space; episodes have a `#` in their names.
+    lexer = shlex.shlex(re.sub(r"(^|\s)#(\s.*)?$", "", line), posix=True, punctuation_chars=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []
     tokens = iter(lexer)
     for token in tokens:

@@ -209,7 +209,7 @@ class RunQueue(MemoryTransferQueue):
         """Calls raise `QueueUnavailable`."""
         self.manifests_read = 0
 
-    report_update, take_turn = map(_unless_down, ("report_update", "take_turn"))
+    report_update, report_usage, take_turn = map(_unless_down, ("report_update", "report_usage", "take_turn"))
     _status, _latest_version = map(_unless_down, ("status", "latest_version"))
 
     def announce(self, version: int, **manifest: str) -> None:
