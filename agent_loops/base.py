@@ -23,7 +23,7 @@ from penstock.agent_loops.loader import load_object
 from penstock.agent_loops.rewards.registry import RewardFunction
 from penstock.agent_loops.segment import AgentLoopOutput
 from penstock.agent_loops.tool_runner import ToolBox
-from penstock.agent_loops.tracing import OnSpan
+from penstock.agent_loops.tracing import OnSpan, OnUse
 from penstock.common import USERS_FAULTS, Registry, gather_or_cancel
 from penstock.sandbox import Sandbox
 from penstock.tools import BaseTool, ToolConfig
@@ -114,6 +114,8 @@ class WorkerServices:
     mismatches: Mismatches = field(default_factory=Mismatches)
     on_span: OnSpan | None = None
     """Called with each span of each episode when it ends."""
+    on_use: OnUse | None = None
+    """Called with what an episode uses."""
     recipe_dir: Path = Path()
     """The folder that is searched first for files that settings name."""
     shared: SharedParts = field(default_factory=SharedParts)

@@ -55,7 +55,7 @@ class Episode:
     async def run(self) -> Outcome:
         """The outcome reported to the queue. Raises `QueueError` (lease lost, queue gone) and `CancelledError`."""
         spans = episode_spans(self._lease, self._services.worker)
-        self._trace = begin_trace(self._services.on_span, spans, self._lease.episode_id)
+        self._trace = begin_trace(self._services.on_span, spans, self._lease.episode_id, self._services.on_use)
         return await (self._run() if spans is None else self._run_traced(spans))
 
     async def _run_traced(self, spans: EpisodeSpans) -> Outcome:

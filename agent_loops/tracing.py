@@ -29,6 +29,8 @@ Span = tuple[str, str, float, float]
 """(kind: ``model``, ``tool``, ``reward``; name; start in seconds after the lease; seconds)"""
 OnSpan = Callable[[str, str, float], None]
 """(kind, name, seconds) of a span that ended"""
+OnUse = Callable[[str, str, float], None]
+"""(episode, resource, amount)"""
 _CURRENT: ContextVar[Trace | None] = ContextVar("trace of the episode", default=None)
 NAMES = {"model": "generate", "tool": "tool", "reward": "reward", "sandbox": "sandbox"}
 _TURN: ContextVar[_Turn | None] = ContextVar("turn of the episode", default=None)
@@ -60,6 +62,7 @@ class Trace:
     on_span: OnSpan | None = None
     exported: EpisodeSpans | None = None
     episode_id: str = ""
+    on_use: OnUse | None = None
 
     def add(self, kind: str, name: str, start: float) -> None:
         now = time.monotonic()
@@ -82,11 +85,23 @@ class Trace:
         return recorded
 
 
-def begin_trace(on_span: OnSpan | None = None, exported: EpisodeSpans | None = None, episode_id: str = "") -> Trace:
+def begin_trace(
+    on_span: OnSpan | None = None,
+    exported: EpisodeSpans | None = None,
+    episode_id: str = "",
+    on_use: OnUse | None = None,
+) -> Trace:
     """A new one for this task and those that it starts."""
-    trace = Trace(on_span=on_span, exported=exported, episode_id=episode_id)
+    trace = Trace(on_span=on_span, exported=exported, episode_id=episode_id, on_use=on_use)
     _CURRENT.set(trace)
     return trace
+
+
+def use(resource: str, amount: float) -> None:
+    """Count what the episode of this task uses; nothing where no episode runs."""
+    trace = _CURRENT.get()
+    if trace is not None and trace.on_use is not None:
+        trace.on_use(trace.episode_id, resource, amount)
 
 
 def current_episode() -> str:

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 from penstock.agent_loops.base import WorkerServices, find_loop
-from penstock.agent_loops.box_usage import BoxUsage, counted
 from penstock.agent_loops.chat.chat import chat_of
 from penstock.agent_loops.concurrency import ADAPT_S, Concurrency, WatchedClient
 from penstock.agent_loops.config import AgentConfig
@@ -39,6 +38,7 @@ from penstock.agent_loops.rewards.registry import load_reward, may_need_sandbox
 from penstock.agent_loops.sources import verify_sources
 from penstock.agent_loops.teachers import Teachers
 from penstock.agent_loops.tracing import traced
+from penstock.agent_loops.usage import WorkerUsage, counted
 from penstock.common import Backoff, cancel_and_wait, frozen_start, uncollected
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
 from penstock.sandbox.managed import follow_costs
@@ -120,14 +120,14 @@ async def run_worker(job: WorkerJob) -> None:
 
     Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `QueueError`.
     """
-    boxes = BoxUsage(job.name)
-    sandbox = _sandbox_of(job, boxes)
+    usage = WorkerUsage(job.name)
+    sandbox = _sandbox_of(job, usage)
     services: WorkerServices | None = None
     try:
         with uncollected():  # it imports transformers
-            services = build_services(job, sandbox)
+            services = replace(build_services(job, sandbox), on_use=usage.add)
         with frozen_start():
-            async with boxes.reported(job.run.queue):
+            async with usage.reported(job.run.queue):
                 await Worker(job, services).run()
     finally:
         if services is not None:
@@ -141,7 +141,7 @@ async def run_worker(job: WorkerJob) -> None:
             await sandbox.close()
 
 
-def _sandbox_of(job: WorkerJob, boxes: BoxUsage) -> Sandbox | None:
+def _sandbox_of(job: WorkerJob, usage: WorkerUsage) -> Sandbox | None:
     """Required by tools and some loops; rewards by verl's names may work without, and fail when they must run a
     program."""
     loops = (find_loop(name, job.run.recipe_dir) for name in job.config.loops)
@@ -158,7 +158,7 @@ def _sandbox_of(job: WorkerJob, boxes: BoxUsage) -> Sandbox | None:
         log.warning("no sandbox for rewards: %s", error)
         return None
     follow_costs(sandbox, job.metrics.costs)
-    return traced(counted(sandbox, boxes))
+    return traced(counted(sandbox, usage))
 
 
 class Worker:

@@ -6,9 +6,6 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-DEVICES = ("rollout_s", "trainer_s")
-BOXES = "box_s"
-
 
 class CostConfig(BaseModel):
     """Prices in any one currency. The accounts are kept without them, too."""
@@ -19,6 +16,7 @@ class CostConfig(BaseModel):
         0.0, ge=0, description="Price of an hour of one GPU; on a machine without GPUs, of an hour of CPU time."
     )
     box_hour: float = Field(0.0, ge=0, description="Price of an hour of one sandbox box.")
+    judged_call: float = Field(0.0, ge=0, description="Price of one call of a judge or a reward server.")
     budget: float | None = Field(
         None,
         gt=0,
@@ -27,12 +25,16 @@ class CostConfig(BaseModel):
 
     @model_validator(mode="after")
     def _has_prices(self) -> Self:
-        if self.budget is not None and not self.device_hour and not self.box_hour:
-            raise ValueError("budget needs a price: set device_hour or box_hour")
+        if self.budget is not None and not (self.device_hour or self.box_hour or self.judged_call):
+            raise ValueError("budget needs a price: set device_hour, box_hour or judged_call")
         return self
 
     def of(self, resource: str) -> float:
         """Return the price of one unit of a resource of the accounts; 0 for one that has none."""
-        if resource == BOXES:
-            return self.box_hour / 3600
-        return self.device_hour / 3600 if resource in DEVICES else 0.0
+        prices = {
+            "rollout_s": self.device_hour / 3600,
+            "trainer_s": self.device_hour / 3600,
+            "box_s": self.box_hour / 3600,
+            "judged_calls": self.judged_call,
+        }
+        return prices.get(resource, 0.0)

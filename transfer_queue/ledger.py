@@ -50,8 +50,8 @@ class UsageReport:
     process: str
     """The name of a server, worker or rank; after a space, which life of it."""
     amounts: Mapping[str, Mapping[str, float]]
-    """Episode or step → resource (``tokens``, ``rollout_s``, ``trainer_s``, ``box_s``) → amount; what is for neither is
-    under `IDLE`, `SETUP` or `OTHERS`."""
+    """Episode or step → resource → amount; what is for neither is under `IDLE`, `SETUP` or `OTHERS`. Resources are
+    ``tokens``, ``rollout_s``, ``trainer_s``, ``box_s`` and ``judged_calls``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.tracing import use
 from penstock.tools import BaseTool, JsonClient, ToolConfig, ToolGuard, ToolResult
 
 
@@ -89,6 +90,7 @@ class ScoreService(BaseTool):
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
         await self._pace.turn()
+        use("judged_calls", 1)
         key = os.environ.get(self._key_variable, "") if self._key_variable else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         answer = await self._http.ask("POST", self._url, headers=headers, body=dict(arguments))

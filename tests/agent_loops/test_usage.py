@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from penstock.agent_loops.box_usage import BoxUsage, counted
-from penstock.agent_loops.tracing import begin_trace
+from penstock.agent_loops.tracing import begin_trace, use
+from penstock.agent_loops.usage import WorkerUsage, counted
 from penstock.testing import FakeSandbox, MemoryTransferQueue
 
 
@@ -29,8 +29,8 @@ async def box_seconds(queue: MemoryTransferQueue) -> dict[str, float]:
 
 
 async def test_an_open_box_is_its_episodes_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, queue, boxes = Clock(), MemoryTransferQueue(), BoxUsage("agent-0")
-    monkeypatch.setattr("penstock.agent_loops.box_usage.time", clock)
+    clock, queue, boxes = Clock(), MemoryTransferQueue(), WorkerUsage("agent-0")
+    monkeypatch.setattr("penstock.agent_loops.usage.time", clock)
     sandbox = counted(FakeSandbox(), boxes)
 
     async def episode(name: str) -> None:
@@ -51,8 +51,8 @@ async def test_an_open_box_is_its_episodes_until_it_is_closed(monkeypatch: pytes
 
 
 async def test_a_box_that_cannot_be_closed_is_not_open_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, queue, boxes = Clock(), MemoryTransferQueue(), BoxUsage("agent-0")
-    monkeypatch.setattr("penstock.agent_loops.box_usage.time", clock)
+    clock, queue, boxes = Clock(), MemoryTransferQueue(), WorkerUsage("agent-0")
+    monkeypatch.setattr("penstock.agent_loops.usage.time", clock)
 
     async def fails() -> None:
         raise RuntimeError("gone")
@@ -65,3 +65,19 @@ async def test_a_box_that_cannot_be_closed_is_not_open_any_more(monkeypatch: pyt
     async with boxes.reported(queue):
         pass
     assert await box_seconds(queue) == {"others": 0.0}
+
+
+async def test_what_an_episode_uses_is_counted_for_it_and_nothing_outside_of_one() -> None:
+    queue, usage = MemoryTransferQueue(), WorkerUsage("agent-0")
+
+    async def episode() -> None:
+        begin_trace(episode_id="train/0#0", on_use=usage.add)
+        for _ in range(2):
+            await asyncio.create_task(asyncio.to_thread(use, "judged_calls", 1))
+
+    await asyncio.create_task(episode())
+    use("judged_calls", 1)
+    await usage.report(queue)
+    (entry,) = await queue.ledger(0)
+    assert entry.usage is not None
+    assert entry.usage.amounts == {"train/0#0": {"judged_calls": 2}}

@@ -1,4 +1,4 @@
-"""The time of sandbox boxes, by the episode that holds them, for the queue's ledger."""
+"""Usage of an agent worker by episode, for the queue's ledger: the time of sandbox boxes, and calls of judges."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ OPENS, ENDS = frozenset({"start", "attach", "fork"}), frozenset({"close", "leave
 log = logging.getLogger(__name__)
 
 
-class BoxUsage:
-    """Open boxes of one worker. A box is its episode's until it is closed, or left to another worker."""
+class WorkerUsage:
+    """Open boxes of one worker, and what else its episodes use. A box is its episode's until it is closed, or left to
+    another worker."""
 
     def __init__(self, worker: str) -> None:
         self._meter = UsageMeter(worker)
         self._open: dict[int, tuple[str, float]] = {}
         """Session → its episode, and until when it is counted."""
+
+    def add(self, episode: str, resource: str, amount: float) -> None:
+        self._meter.add(episode, resource, amount)
 
     def opened(self, session: object) -> None:
         self._open[id(session)] = (current_episode(), time.monotonic())
@@ -39,7 +43,7 @@ class BoxUsage:
 
     @asynccontextmanager
     async def reported(self, queue: TransferQueue) -> AsyncIterator[None]:
-        """Report the boxes' time to the queue's ledger every `REPORT_EVERY_S` in the block, and at its end."""
+        """Report to the queue's ledger every `REPORT_EVERY_S` in the block, and at its end."""
         keeper = asyncio.create_task(self._keep(queue), name="usage of boxes")
         try:
             yield
@@ -68,13 +72,13 @@ class BoxUsage:
             self._open[session] = (episode, now)
 
 
-def counted(sandbox: Sandbox, usage: BoxUsage) -> Sandbox:
+def counted(sandbox: Sandbox, usage: WorkerUsage) -> Sandbox:
     """The same sandbox, whose boxes `usage` counts."""
     return cast(Sandbox, _CountedSandbox(sandbox, usage))
 
 
 class _CountedSandbox:
-    def __init__(self, inner: Any, usage: BoxUsage) -> None:
+    def __init__(self, inner: Any, usage: WorkerUsage) -> None:
         self._inner, self._usage = inner, usage
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +98,7 @@ class _CountedSandbox:
 
 
 class _CountedSession:
-    def __init__(self, inner: Any, usage: BoxUsage) -> None:
+    def __init__(self, inner: Any, usage: WorkerUsage) -> None:
         self._inner, self._usage = inner, usage
 
     def __getattr__(self, name: str) -> Any:
