@@ -107,6 +107,11 @@ def _add_numbers(router: APIRouter, folders: RunFolders, pulse: Pulse) -> None:
         """Returns why a run ended, if it failed, and its summary.json; empty values for one that has not ended."""
         return dict(plain(folders.run(run).end()))
 
+    @router.get("/{run}/accounts")
+    def accounts(run: str) -> dict[str, dict[str, float]]:
+        """Resource → account → amount: where the cost of the run went so far."""
+        return dict(folders.run(run).json_of("accounts.json").get("accounts", {}))
+
     @router.get("/{run}/metrics")
     def metrics(run: str, name: Annotated[list[str] | None, Query()] = None, points: Points = 400) -> dict[str, Any]:
         """The named columns (`name` as often as wanted), and the names of all there are."""

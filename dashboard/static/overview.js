@@ -195,6 +195,34 @@ function figures(summary) {
   return pairs.map(([text, value]) => h("span", { class: "pair" }, `${text} `, h("b", {}, value)));
 }
 
+const RESOURCES = {
+  tokens: ["sampled tokens", number],
+  rollout_s: ["time of the rollout devices", seconds],
+  trainer_s: ["time of the trainer's devices", seconds],
+  box_s: ["time of boxes", seconds],
+  judged_calls: ["calls of judges", number],
+};
+
+/** For each resource its accounts, the largest first, as shares. */
+function accounts(sums) {
+  return Object.entries(RESOURCES)
+    .filter(([name]) => Object.keys(sums[name] ?? {}).length)
+    .map(([name, [title, format]]) => {
+      const ordered = Object.entries(sums[name]).sort(([, a], [, b]) => b - a);
+      const total = ordered.reduce((sum, [, amount]) => sum + amount, 0);
+      const lines = ordered.map(([account, amount]) =>
+        h(
+          "li",
+          {},
+          h("meter", { min: 0, max: 1, value: amount / total, "aria-label": visible(account) }),
+          ` ${percent(amount / total)} ${visible(account)}`,
+          h("small", {}, ` (${format(amount)})`),
+        ),
+      );
+      return h("section", { class: "chart", "data-resource": name }, h("h3", {}, title), h("ul", { class: "waits" }, lines));
+    });
+}
+
 /** Columns of the tenths of episodes from the shortest to the longest that show the spread. */
 function deciles(name) {
   const labels = { 1: "shortest tenth", 3: "3rd", 5: "5th", 7: "7th", 9: "9th", 10: "longest tenth" };
@@ -277,7 +305,9 @@ export async function overview(root, { run, repeat }) {
     h("details", {}, h("summary", {}, "Weight updates"), swapped),
     h("details", {}, h("summary", {}, "Counts"), counted),
   );
-  root.append(state, warning, facts, advice, grid, live, h("h2", {}, "Newest episodes"), episodes);
+  const costs = h("div", { class: "charts" });
+  const spent = h("section", { id: "accounts", hidden: true }, h("h2", {}, "Where the cost went"), costs);
+  root.append(state, warning, facts, advice, grid, live, spent, h("h2", {}, "Newest episodes"), episodes);
   const samples = [];
   let [now, end, seen] = [null, { summary: {} }, -1];
   const sums = async () => {
@@ -286,6 +316,8 @@ export async function overview(root, { run, repeat }) {
     warning.textContent = visible(told.warning ?? "");
     advice.textContent = told.steps ? told.advice : "";
     end = await get(of(run, "end"));
+    costs.replaceChildren(...accounts(await get(of(run, "accounts"))));
+    spent.hidden = !costs.children.length;
     if (now && !now.alive) facts.replaceChildren(...figures(end.summary));
     const { names, rows } = await get(of(run, "metrics"), { points: 10 });
     if (rows === seen || !now) return;

@@ -36,6 +36,8 @@ async def test_a_living_run(runs_dir: Path, open_tab: Callable[..., Any]) -> Non
         await tab.until(version, "15")
         await tab.until(says, [".waits", "the trainer waits for episodes"])
         await tab.until(says, ["#advice", "The trainer waits 25%"])
+        (run.root / "accounts.json").write_text('{"accounts": {"tokens": {"trained": 75, "sampled again": 25}}}')
+        await tab.until(says, ["#accounts [data-resource=tokens]", "75 % trained (75) 25 % sampled again (25)"])
         await tab.picture("overview")
 
         await tab.press("2")
