@@ -53,12 +53,14 @@ def measure() -> dict[str, Any]:
         (replayed,) = (json.loads(file.read_text()) for file in folder.glob("archived/replays/*/replay.json"))
         batches = _batches(Archive(folder / "archived" / "archive"), steps)
         taken = _rounds({"archive": _store_archive, "pickle": _store_pickle}, batches, rounds, folder)
+        accounts_percent = _accounts_percent(folder / "archived")
         own_bytes = _bytes_below(folder / "archived" / "archive")
     cpu_s = {side: median(seconds for seconds, _ in of) for side, of in taken.items()}
     nbytes = {side: of[0][1] for side, of in taken.items()}
     payload = _payload_bytes(batches)
     figures = {
         "replay_bit_equal": bool(replayed["weights_equal"]) and not replayed["steps_different"],
+        "accounts_percent": accounts_percent,
         "run_cpu_s": round(run_cpu_s, 2),
         "replay_cpu_s": round(replay_cpu_s, 2),
         **{f"{side}_cpu_s": round(seconds, 4) for side, seconds in cpu_s.items()},
@@ -104,6 +106,12 @@ def _penstock(folder: Path, command: str, *words: str) -> float:
         raise RunFailed(f"penstock {command}: exit status {process.returncode}\n{log.read_text()[-2000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _accounts_percent(run: Path) -> float:
+    """Tokens of trained episodes in the accounts of cost, which servers reported, over those that the trainer had."""
+    summary = json.loads((run / "summary.json").read_text())
+    return round(100 * summary["accounts"]["tokens"]["trained"] / summary["tokens_sampled"], 2)
 
 
 def _batches(archive: Archive, steps: int) -> Steps:

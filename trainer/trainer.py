@@ -220,8 +220,11 @@ class Trainer:
         await asyncio.to_thread(self.timeline.write)
 
     def _use(self, name: str) -> None:
-        """The time of the devices since the last call was for `name`."""
-        self._usage.add(name, "trainer_s", self.clock.elapsed_s())
+        """The time of the devices since the last call was for `name`; while this trainer waits they may be an engine's,
+        which counts it."""
+        elapsed_s = self.clock.elapsed_s()
+        if name != IDLE or self.job.turn is None:
+            self._usage.add(name, "trainer_s", elapsed_s)
 
     async def _report_usage(self) -> None:
         try:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-LEDGER_KEPT = 65536
+LEDGER_KEPT = 8192
 """Entries that wait for a head; beyond them the oldest go."""
 
 

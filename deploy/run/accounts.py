@@ -10,8 +10,10 @@ sums of the accounts are what servers, workers and trainer have counted; nothing
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +41,10 @@ def shares(accounts: Mapping[str, float]) -> str:
     return ", ".join(f"{amount / total:.1%} {account}" for account, amount in ordered)
 
 
-SETTLED_KEPT = 20_000
+SETTLED_KEPT = 4096
 """Episodes that have ended whose late reports still find their account."""
-STEPS_KEPT = 1000
+STEPS_KEPT = 256
+WRITE_EVERY_S = 5.0
 AGAIN, EVALUATION, UNFINISHED = "sampled again", "evaluation", "unfinished"
 TOKENS = "tokens"
 Amounts = Mapping[str, float]
@@ -59,8 +62,9 @@ class Settled:
 class CostAccounts:
     """Follows the ledger of one run; `path` keeps the sums over lives of the head."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._written = -math.inf
         self._number = 0
         """The newest entry that is in the sums."""
         self._sums = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
@@ -74,13 +78,13 @@ class CostAccounts:
             self._read(json.loads(path.read_text(encoding="utf-8")))
 
     async def follow(self, queue: TransferQueue, idle_cause: str) -> None:
-        """Take the new entries into the sums and write them; then the queue forgets these entries. `idle_cause`: why
-        rollout servers have no requests now. Raises `QueueError`, `OSError`."""
-        before = self._number
+        """Take the new entries into the sums. They are written every `WRITE_EVERY_S`, and then forgotten by the queue.
+        `idle_cause`: why rollout servers have no requests now. Raises `QueueError`, `OSError`."""
         while entries := await queue.ledger(self._number):
             for entry in entries:
                 self.take(entry, idle_cause)
-        if self._number > before:
+        if self._clock() - self._written >= WRITE_EVERY_S:
+            self._written = self._clock()
             self.write()
             await queue.trim_ledger(self._number)
 

@@ -85,7 +85,7 @@ class Sidecar:
         self.connection = QueueConnection(queue)
         self.pin = VersionPin(self.connection, lambda: self.version) if evaluates else None
         self.weights = WeightUpdater(name, self.connection, fetch, self.metrics, self._may_move if evaluates else None)
-        self.usage = ServerUsage(name, self.connection, lambda: self.open)
+        self.usage = ServerUsage(name, self.connection, lambda: self.open, lambda: self._asleep)
         self.requests = RequestQueue(
             slots,
             self.metrics,
@@ -107,6 +107,10 @@ class Sidecar:
     def version(self) -> int:
         """Policy version of the loaded weights."""
         return self.weights.version
+
+    @property
+    def _asleep(self) -> bool:
+        return self._devices is not None and self._devices.asleep
 
     async def run(self, max_restarts: int) -> None:
         """Keeps an engine serving until cancelled. Raises `EngineError` after `max_restarts` in a row, and at once if
@@ -339,11 +343,10 @@ class Sidecar:
         self.metrics.version.set(self.version)
         tokens, evaluates = self.requests.in_flight_tokens, self.pin is not None
         number, cause = (None, "") if refused is None else (refused.version, self.weights.cause[:500])
-        asleep = self._devices is not None and self._devices.asleep
         build = build_of(self.info) if self.info else ""
         return ServerInfo(
             self.name, self.url, self.version, self.requests.in_flight, self.open,
-            tokens, evaluates, number, cause, asleep, build,
+            tokens, evaluates, number, cause, self._asleep, build,
         )  # fmt: skip
 
     # answers -------------------------------------------------------------------------------------------------------

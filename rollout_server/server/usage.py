@@ -21,8 +21,16 @@ class ServerUsage:
     whose requests run, in equal parts; else it was idle, or the engine was starting.
     """
 
-    def __init__(self, name: str, connection: QueueConnection, is_serving: Callable[[], bool]) -> None:
-        self._meter, self._connection, self._is_serving = UsageMeter(name), connection, is_serving
+    def __init__(
+        self,
+        name: str,
+        connection: QueueConnection,
+        is_serving: Callable[[], bool],
+        is_asleep: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_asleep`: the devices are the trainer's, which counts their time."""
+        self._meter, self._connection = UsageMeter(name), connection
+        self._is_serving, self._is_asleep = is_serving, is_asleep
         self._clock = DeviceClock()
         self._running, self._tokens = Counter[str](), Counter[str]()
 
@@ -51,7 +59,8 @@ class ServerUsage:
             logger.warning("usage is not reported yet: %s", error)
 
     def _count(self) -> None:
-        seconds = self._clock.elapsed_s()
+        elapsed_s = self._clock.elapsed_s()
+        seconds = 0.0 if self._is_asleep() else elapsed_s
         self._running += Counter()  # drops those that have ended
         shares = +self._tokens or self._running or Counter({IDLE if self._is_serving() else SETUP: 1})
         for episode, share in shares.items():

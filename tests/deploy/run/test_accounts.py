@@ -123,11 +123,17 @@ async def test_a_head_that_is_killed_at_any_time_continues_the_sums(tmp_path: Pa
             head.take(entry, "")
         if killed == "before it trimmed":
             head.write()
-    await CostAccounts(path).follow(queue, "")
+    now = [100.0]
+    head = CostAccounts(path, lambda: now[0])
+    await head.follow(queue, "")
     assert CostAccounts(path).plain() == {"tokens": {"unfinished": 18.0}}
     await queue.report_usage(UsageReport("last", "rollout-0 1", {"train/0#0": {"tokens": 1.0}}))
-    await CostAccounts(path).follow(queue, "")
+    await head.follow(queue, "")
+    assert len(await queue.ledger(0)) == 1, "it is in no file yet"
+    now[0] += 5
+    await head.follow(queue, "")
     assert await queue.ledger(0) == [], "what is written is trimmed"
+    assert CostAccounts(path).plain() == {"tokens": {"unfinished": 19.0}}
 
 
 def test_prices_make_costs_and_a_budget_needs_a_price() -> None:

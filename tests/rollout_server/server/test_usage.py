@@ -95,3 +95,14 @@ async def test_a_server_that_starts_serves_nobody_yet(queue: MemoryTransferQueue
     first, second = await reported(queue)
     assert first["others"]["tokens"] == 2
     assert list(second) == ["start and end"]
+
+
+async def test_devices_that_are_the_trainers_are_not_the_servers(
+    queue: MemoryTransferQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asleep = [True, False]
+    usage = ServerUsage("rollout-0", QueueConnection(queue), lambda: False, lambda: asleep.pop(0))
+    monkeypatch.setattr(usage._clock, "elapsed_s", lambda: 2.0)
+    for _ in range(2):
+        await usage.report()
+    assert [one["start and end"]["rollout_s"] for one in await reported(queue)] == [0.0, 2.0]
