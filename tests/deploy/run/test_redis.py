@@ -23,6 +23,8 @@ from typer.testing import CliRunner
 
 from penstock.common import Backoff
 from penstock.deploy import RoleSpec, RunConfig, RunDir, app
+from penstock.deploy.costs import CostConfig
+from penstock.deploy.run.accounts import CostAccounts
 from penstock.deploy.run.connection import RedisLost, keep_alive, serve
 from penstock.deploy.run.launcher import launch
 from penstock.deploy.run.plan import Role
@@ -246,6 +248,23 @@ class IdlePlacement(LocalPlacement):
             # The newest: this process may have others, of tests that ran before.
             max(living_below(os.getpid(), "redis-server"), key=lambda process: process.create_time()).kill()
         return Idle(role.spec(run.logs))
+
+
+class Resting(LocalPlacement):
+    """No role does anything."""
+
+    def place(self, role: Role, run: RunDir) -> Idle:
+        return Idle(role.spec(run.logs))
+
+
+async def test_a_run_ends_in_order_when_its_budget_is_spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = CostConfig(device_hour=1.0, budget=3.0)
+    config = RunConfig(name="mine", model="m", data=DataConfig(train="t"), runs_dir=str(tmp_path), costs=costs)
+    monkeypatch.setattr(CostAccounts, "cost", lambda *_: {"trained": 2.5, "filtered": 1.0})
+    async with asyncio.timeout(60):
+        summary = await launch(config, placement=Resting())
+    assert json.loads(summary.read_text())["ended"] == "the budget is spent: 3.5 of 3 (costs.budget)"
+    assert json.loads(RunDir.of(config).ended.read_text())["failed"] is False
 
 
 async def test_run_ends_where_its_redis_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
