@@ -163,10 +163,6 @@ class ProcessTable:
         return [pid for pid in self.tree_of(root) if self.fields.get(pid, "?")[_STATE] in ("T", "t")]
 
 
-TREE_KEPT_S = 5.0
-"""Time between two looks for new children."""
-
-
 class DeviceClock:
     """The time of this process's devices: of its GPUs (CUDA_VISIBLE_DEVICES) by the wall clock; without any it is the
     CPU time of its process tree, by the kernel."""
@@ -186,7 +182,7 @@ class DeviceClock:
         return elapsed * self._gpus if self._gpus else self._cpu_elapsed_s(now)
 
     def _cpu_elapsed_s(self, now: float) -> float:
-        if now - self._tree_at > TREE_KEPT_S:
+        if now - self._tree_at > 5.0:  # the whole of /proc is read for new children
             self._tree, self._tree_at = ProcessTable.now().tree_of(os.getpid()), now
         before, self._cpu_s = self._cpu_s, {pid: _cpu_s(stat) for pid in self._tree if (stat := _stat(PROC / str(pid)))}
         return sum(seconds - before.get(pid, 0.0) for pid, seconds in self._cpu_s.items())

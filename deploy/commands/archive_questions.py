@@ -22,8 +22,6 @@ from penstock.transfer_queue import BadPayload
 if TYPE_CHECKING:
     from penstock.transfer_queue import Trajectory
 
-TEXT_CHARS = 60
-"""Characters of either text from the place on where two episodes part."""
 COLOURS = {"-": "red", "+": "green"}
 Steps = Annotated[str, typer.Argument(help="A step, or FIRST-LAST; steps count from 0.", metavar="STEPS")]
 Stretch = Sequence[tuple[int, "Trajectory"]]
@@ -188,7 +186,7 @@ def group(run: RunName, task: str, runs_dir: RunsDir = RUNS, *, as_json: AsJson 
 
 
 def parting(best: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the turn, from 1, in which `other` first has other ids than `best`, and both texts from there on; None
+    """Return the turn, from 1, in which `other` first has other ids than `best`, and up to 60 characters of both texts from there on; None
     if all are equal. The episodes are those of `records`."""
     turn = 0
     for ours, theirs in zip_longest(_parts(best), _parts(other)):
@@ -196,7 +194,7 @@ def parting(best: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]
         if ours is None or theirs is None or ours.ids != theirs.ids:
             texts = ["" if part is None else part.text for part in (ours, theirs)]
             equal = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))))
-            ends = [text[equal : equal + TEXT_CHARS] for text in texts]
+            ends = [text[equal : equal + 60] for text in texts]
             return {"turn": max(1, turn), "best": ends[0], "other": ends[1]}
     return None
 

@@ -14,12 +14,11 @@ from penstock.deploy.commands.shared import AsJson, Overrides, user_errors
 if TYPE_CHECKING:
     from penstock.simulator import Simulation
 
-SETUPS = Path(penstock.__file__).parent / "simulator" / "setups"
 COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "staleness_mean", "staleness_max")
 
 
 def _own_or_shipped(setup: Path) -> Path:
-    shipped = SETUPS / setup.name
+    shipped = Path(penstock.__file__).parent / "simulator" / "setups" / setup.name
     return shipped if not setup.exists() and shipped.is_file() else setup
 
 
