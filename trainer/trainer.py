@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from penstock.common import DeviceClock, pattern_of, process_identity
+from penstock.common import pattern_of
 from penstock.trainer.batch import GREEDY_MEMBER, StepBatch, UntrainableEpisodes
 from penstock.trainer.data.order import CurriculumTasks, StreamedTasks
 from penstock.trainer.data.rows import DatasetRow, DataStream, Feeder, TaskOrder, load_rows
@@ -42,7 +42,8 @@ from penstock.trainer.state.saver import Saver, Spiller
 from penstock.trainer.stopping import Stopping
 from penstock.trainer.timeline import Timeline, Track
 from penstock.trainer.trainer_devices import TrainerDevices
-from penstock.transfer_queue import IDLE, SETUP, STEP, DataCursor, QueueError, UsageMeter, check_quotas
+from penstock.trainer.usage import RankUsage
+from penstock.transfer_queue import IDLE, SETUP, STEP, DataCursor, QueueError, check_quotas
 
 CLOSE_TIMEOUT_S = 10.0
 P = ParamSpec("P")
@@ -68,17 +69,14 @@ class Trainer:
     evaluator: Evaluator | None
     feeder: Feeder | None
     timeline: Timeline
+    usage: RankUsage
     step: int
     """The step to be trained next; also the version of the weights."""
     step_began: float
-    clock: DeviceClock = field(default_factory=DeviceClock)
     over: str = ""
     """Why the run ends before its last step."""
     failures: Counter[str] = field(default_factory=Counter)
     """`Status.failures` at the last step."""
-
-    def __post_init__(self) -> None:
-        self._usage = UsageMeter(f"trainer-{self.ranks.data.rank} {process_identity()}")
 
     @classmethod
     @asynccontextmanager
@@ -89,6 +87,8 @@ class Trainer:
             stack.callback(in_torch.close)
             ranks = await in_torch(_open_ranks, job)
             stack.push_async_callback(_close_ranks, in_torch, ranks)
+            usage = RankUsage(ranks.rank, job.run.queue, shares_devices=job.turn is not None)
+            await stack.enter_async_context(usage.reported())
             limits = job.config.rank_timeout_s, job.config.collective_timeout_s
             heartbeat = await in_torch(Heartbeat.start, ranks, *limits)
             if heartbeat is not None:
@@ -123,7 +123,9 @@ class Trainer:
             learner = Learner(job.config, engine, ranks.data)
             leaving = (publisher, saver, spiller)
             places = (job, in_torch, ranks, devices)
-            parts = cls(*places, engine, learner, *leaving, source, recorder, evaluator, feeder, timeline, 0, 0.0)
+            parts = cls(
+                *places, engine, learner, *leaving, source, recorder, evaluator, feeder, timeline, usage, 0, 0.0
+            )
             await parts._resume()
             await devices.leave(publisher)
             if heartbeat is not None:
@@ -135,7 +137,7 @@ class Trainer:
 
         Episodes that a rank cannot train leave the step on all ranks. Raises `BatchesDiffer` on all ranks.
         """
-        self._use(f"{STEP}{step}")  # what was done since the last step ended, such as a checkpoint
+        self.usage.begin(IDLE)
         while True:
             batch: StepBatch | None = None
             problems: Mapping[str, str] = {}
@@ -151,7 +153,7 @@ class Trainer:
             if not problems:
                 break
             await self.source.leave_out(step, problems)
-        self._use(IDLE)
+        self.usage.begin(f"{STEP}{step}")
         if await self.in_torch(self.ranks.any, batch is None):
             return None
         assert batch is not None
@@ -188,8 +190,6 @@ class Trainer:
                 of_order = self.feeder.observe(batch.step, rewards)
         now = time.monotonic()
         wall_s, self.step_began, self.step = now - self.step_began, now, batch.step + 1
-        self._use(f"{STEP}{batch.step}")
-        await self._report_usage()
         if self.recorder is None:
             return
         self.saver.remember(batch.step, batch.groups)
@@ -218,19 +218,6 @@ class Trainer:
         with self.timeline.during(Track.STEPS, "record", batch.step):
             await asyncio.to_thread(self.recorder.step, batch, {**metrics, **of_order, **times}, by_episode)
         await asyncio.to_thread(self.timeline.write)
-
-    def _use(self, name: str) -> None:
-        """The time of the devices since the last call was for `name`; while this trainer waits they may be an engine's,
-        which counts it."""
-        elapsed_s = self.clock.elapsed_s()
-        if name != IDLE or self.job.turn is None:
-            self._usage.add(name, "trainer_s", elapsed_s)
-
-    async def _report_usage(self) -> None:
-        try:
-            await self._usage.send(self.job.run.queue.report_usage)
-        except QueueError as error:
-            logger.warning("usage is not reported yet: %s", error)
 
     async def save(self) -> None:
         with self.timeline.during(Track.STEPS, "save", max(self.step - 1, 0)):
@@ -261,6 +248,7 @@ class Trainer:
 
     async def finish(self) -> None:
         """Publish, save and commit what is trained; where the run is over also the final model and evaluation."""
+        self.usage.begin(SETUP)
         is_over = self.step >= self.job.config.steps or bool(self.over)
         await self.publisher.settle()
         if is_over or not self.saver.has(self.step):
@@ -275,8 +263,6 @@ class Trainer:
                     adapter = self.job.run_dir / "final_adapter"
                     await self.in_torch(save_final_adapter, self.engine, self.ranks, adapter)
         await self.saver.settle()
-        self._use(SETUP)
-        await self._report_usage()
         if not is_over:
             return
         if self.evaluator is not None:
@@ -306,7 +292,6 @@ class Trainer:
             await asyncio.to_thread(self.recorder.rewind, self.step, self.saver.updates_lost)
             await self.feeder.start(self.step)
         self.step_began = time.monotonic()
-        self._use(SETUP)
 
 
 def _open_ranks(job: TrainJob) -> Ranks:

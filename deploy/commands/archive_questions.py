@@ -186,8 +186,8 @@ def group(run: RunName, task: str, runs_dir: RunsDir = RUNS, *, as_json: AsJson 
 
 
 def parting(best: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the turn, from 1, in which `other` first has other ids than `best`, and up to 60 characters of both texts from there on; None
-    if all are equal. The episodes are those of `records`."""
+    """Return the turn, from 1, in which `other` first has other ids than `best`, and 60 characters of both texts from
+    there on; None if all are equal. The episodes are those of `records`."""
     turn = 0
     for ours, theirs in zip_longest(_parts(best), _parts(other)):
         turn += any(part is not None and part.kind == "sampled" for part in (ours, theirs))
