@@ -184,7 +184,17 @@ def _forget(run: RunDir) -> None:
     """Removes what a run leaves that trained no step; its logs stay, new lines come behind them."""
     for folder in (run.redis, run.metric_addresses, run.checkpoints):
         shutil.rmtree(folder, ignore_errors=True)
-    records = (run.ended, run.summary, run.roles, run.lives, run.timeline, run.weight_updates, run.turns)
+    records = (
+        run.ended,
+        run.summary,
+        run.roles,
+        run.lives,
+        run.timeline,
+        run.weight_updates,
+        run.turns,
+        run.dead_letters,
+        run.accounts,
+    )
     for file in (run.connect_env, run.config, run.identity, *records):
         file.unlink(missing_ok=True)
 

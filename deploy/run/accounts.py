@@ -10,6 +10,7 @@ sums of the accounts are what servers, workers and trainer have counted; nothing
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections import OrderedDict, defaultdict
@@ -41,6 +42,7 @@ def shares(accounts: Mapping[str, float]) -> str:
     return ", ".join(f"{amount / total:.1%} {account}" for account, amount in ordered)
 
 
+logger = logging.getLogger("penstock.run")
 SETTLED_KEPT = 4096
 """Episodes that have ended whose late reports still find their account."""
 STEPS_KEPT = 256
@@ -74,8 +76,12 @@ class CostAccounts:
         self._settled = OrderedDict[str, Settled]()
         self._steps = OrderedDict[str, tuple[str, float]]()
         """Step of a trainer's rank → the process that trained it last, and its device seconds."""
-        if path.exists():
+        try:
             self._read(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("accounts of cost begin anew: %s cannot be read: %r", path, error)
 
     async def follow(self, queue: TransferQueue, idle_cause: str) -> None:
         """Take the new entries into the sums. They are written every `WRITE_EVERY_S`, and then forgotten by the queue.
@@ -195,9 +201,9 @@ class CostAccounts:
         write_atomically(self._path, json.dumps(state) + "\n")
 
     def _read(self, state: Mapping[str, Any]) -> None:
-        self._number = state["number"]
         for target, name in ((self._sums, "sums"), (self._running, "running")):
             for key, amounts in state[name].items():
                 target[key].update(amounts)
         self._settled.update((name, Settled(*row)) for name, row in state["settled"].items())
         self._steps.update((name, tuple(row)) for name, row in state["steps"].items())
+        self._number = state["number"]

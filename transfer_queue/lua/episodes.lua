@@ -141,8 +141,8 @@ return -1
 -- needs: run, full, clock, server, episode, queue, group, lengths
 -- ARGV: episode, fence, number of its payload's keys (0 where this server does not hold them), payload bytes, bytes it
 -- counts for, reward ('' for none), lowest version ('' for none), highest version, response tokens, those of them that
--- were sampled, nonce, outcome (where there is no reward). KEYS[2…]: its payload's keys, which expire unless it is acknowledged. Returns 1, or 0 where another
--- completion under this fence was acknowledged: its payload counts.
+-- were sampled, nonce, outcome (where there is no reward). KEYS[2…]: its payload's keys, which expire unless it is
+-- acknowledged. Returns 1, or 0 where another completion under this fence was acknowledged: its payload counts.
 -- Whatever changes of the group is written at once: this is what runs most often beside `journal`.
 local episode, fence, pieces, bytes = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local held, reward, lowest = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])

@@ -5,8 +5,9 @@
 -- Of the group: seq, split, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of
 -- state), floor, due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence,
 -- wM worker, aM attempts, kM fence of the last counted failure, lM workers that died with it, one a line,
--- nM journal bytes, tM response tokens, gM those of them that were sampled, bM payload bytes, hM what they count for, rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without
--- reward, yM nonce of the completion that was acknowledged.
+-- nM journal bytes, tM response tokens, gM those of them that were sampled, bM payload bytes, hM what they count for,
+-- rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without reward, yM nonce of the
+-- completion that was acknowledged.
 local function split_episode(episode)
   return string.match(episode, '^(.*)#(%d+)$')
 end
@@ -131,6 +132,19 @@ local function new_fence()
     call('HSET', counters, 'server', this_server, 'fence', string.format('%.0f', floor))
   end
   return call('HINCRBY', counters, 'fence', 1)
+end
+
+-- The ledger: the ends of episodes, and what processes used for them, for the head's accounts. Its numbers are fences: a
+-- Redis that has forgotten its newest ones does not give them out again, which a head would pass over.
+local function book(kind, packed)
+  local number = new_fence()
+  call('ZADD', key('ledger'), number, number .. ' ' .. kind .. ' ' .. packed)
+  call('ZREMRANGEBYRANK', key('ledger'), 0, -LEDGER_KEPT - 1)
+end
+
+-- `rows`: episode, sampled tokens, …
+local function book_fate(fate, rows)
+  if #rows > 0 then book(fate, cmsgpack.pack(rows)) end
 end
 
 -- Back to the queue under a new fence: the old owner is refused from now on.

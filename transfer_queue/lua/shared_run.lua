@@ -60,18 +60,6 @@ local function count(field, by)
   end
 end
 
--- The ledger: what became of episodes, and what processes used for them, for the head's accounts. `rows` are episode,
--- sampled tokens, …; or one packed report.
-local function book(kind, packed)
-  local number = call('HINCRBY', key('counters'), 'ledger', 1)
-  call('ZADD', key('ledger'), number, number .. ' ' .. kind .. ' ' .. packed)
-  call('ZREMRANGEBYRANK', key('ledger'), 0, -LEDGER_KEPT - 1)
-end
-
-local function book_fate(fate, rows)
-  if #rows > 0 then book(fate, cmsgpack.pack(rows)) end
-end
-
 -- Sorted-set scores hold a major number (due, floor, rank; below 2^20) and a minor one (submission order; below 2^32).
 local SPAN = 4294967296
 local function score(major, minor)

@@ -39,7 +39,7 @@ if first_time(ARGV[2]) then
 end
 
 -- script: report_usage
--- needs: run, full
+-- needs: run, full, server, episode
 -- ARGV: packed report, nonce.
 if first_time(ARGV[2]) then book('usage', ARGV[1]) end
 

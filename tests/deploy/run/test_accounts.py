@@ -136,6 +136,15 @@ async def test_a_head_that_is_killed_at_any_time_continues_the_sums(tmp_path: Pa
     assert CostAccounts(path).plain() == {"tokens": {"unfinished": 19.0}}
 
 
+def test_a_file_that_cannot_be_read_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "accounts.json"
+    for text in ("{", "[]", '{"number": 3}'):
+        path.write_text(text)
+        accounts = CostAccounts(path)
+        accounts.take(used(1, {"train/0#0": {"tokens": 2}}), "")
+        assert accounts.plain() == {"tokens": {"unfinished": 2}}
+
+
 def test_prices_make_costs_and_a_budget_needs_a_price() -> None:
     accounts = CostAccounts(NEVER)
     accounts.take(used(1, {"train/0#0": {"rollout_s": 3600.0, "box_s": 1800.0, "tokens": 5}}), "")
