@@ -43,8 +43,6 @@ class MemoryState:
         self.counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.ledger: list[LedgerEntry] = []
-        self.booked = 0
-        """Number of the newest entry of the ledger."""
         self.letters: dict[str, DeadLetter] = {}
         self.letter_bytes: dict[str, list[int]] = {}
         """Accounted bytes of the journals of dead letters."""
@@ -127,8 +125,7 @@ class MemoryState:
         return {split: dict(counts) for split, counts in splits.items()}
 
     def book(self, entry: LedgerEntry) -> None:
-        self.booked += 1
-        self.ledger.append(replace(entry, number=self.booked))
+        self.ledger.append(replace(entry, number=self.new_fence()))
 
     def book_fate(self, fate: Fate, members: Iterable[tuple[str, GroupMember]]) -> None:
         if episodes := [(name, member.sampled) for name, member in members]:
