@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,29 @@ def shares(accounts: Mapping[str, float]) -> str:
     total = sum(accounts.values())
     ordered = sorted(accounts.items(), key=lambda item: -item[1])
     return ", ".join(f"{amount / total:.1%} {account}" for account, amount in ordered)
+
+
+def cost_figures(costs: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fields of the summary that tell the cost; none where the recipe has no prices. `rows`: metrics of the
+    steps."""
+    if not costs:
+        return {}
+    total = sum(costs.values())
+    solved = sum(row.get("solved_tasks", 0) for row in rows)
+    points = sum(row["reward"] * row["episodes"] for row in rows)
+    return {
+        "cost": {account: round(cost, 4) for account, cost in costs.items()},
+        "cost_total": round(total, 4),
+        "cost_per_solved_task": round(total / solved, 6) if solved else None,
+        "cost_per_reward_point": round(total / points, 6) if points > 0 else None,
+    }
+
+
+def describe_cost(summary: Mapping[str, Any]) -> str:
+    """Return the cost of a run whose summary has `cost_figures`, in words."""
+    task, point = (summary[f"cost_per_{what}"] for what in ("solved_task", "reward_point"))
+    each = [f"{price:.4g} per {what}" for price, what in ((task, "solved task"), (point, "point of reward")) if price]
+    return ", ".join([f"{summary['cost_total']:.4g}", *each])
 
 
 logger = logging.getLogger("penstock.run")

@@ -26,7 +26,7 @@ from penstock.agent_loops import BLOCKING
 from penstock.common import JsonlTail, last_by, read_jsonl, rewrite_jsonl, write_atomically
 from penstock.dashboard import plain, reward_warning
 from penstock.deploy.config import RunConfig
-from penstock.deploy.run.accounts import CostAccounts, idle_cause, shares
+from penstock.deploy.run.accounts import CostAccounts, cost_figures, describe_cost, idle_cause, shares
 from penstock.deploy.run.plan import lent_servers
 from penstock.deploy.run.supervisor import SupervisedRole, Watchdog
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir
@@ -264,7 +264,7 @@ async def write_summary(
         **(_turns(turns) if turns else {}),
         "wait_s": {key: round(seconds, 2) for key, seconds in sorted(status.waits_s.items())},
         "accounts": accounts.plain(),
-        **_costs(accounts.cost(config.costs), rows),
+        **cost_figures(accounts.cost(config.costs), rows),
         "restarts": dict(total.restarts),
         "roles_failed": list(failed),
     }
@@ -304,7 +304,7 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         + ("" if get("lost") or get("trained_twice") else "; none lost, none trained twice"),
         "tokens": f"{get('tokens_sampled', 0):,} sampled, at most {get('staleness_max')} versions old",
         **{resource: shares(accounts) for resource, accounts in get("accounts", {}).items()},
-        "cost": _priced(summary) if "cost_total" in summary else "",
+        "cost": describe_cost(summary) if "cost_total" in summary else "",
         "updates": f"{get('weight_updates')} of weights; requests paused {get('pause_ms_p99')} ms (p99)",
         "waits": ", ".join(f"{who} {get('wait_s', {}).get(key, 0):.0f} s" for who, key in waits.items()),
         "restarts": restarts or "none",
@@ -316,31 +316,10 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
     return "\n".join([head, *(f"  {subject:11}{line}" for subject, line in lines.items() if line)])
 
 
-def _costs(costs: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Nothing where the recipe has no prices."""
-    if not costs:
-        return {}
-    total = sum(costs.values())
-    solved = sum(row.get("solved_tasks", 0) for row in rows)
-    points = sum(row["reward"] * row["episodes"] for row in rows)
-    return {
-        "cost": {account: round(cost, 4) for account, cost in costs.items()},
-        "cost_total": round(total, 4),
-        "cost_per_solved_task": round(total / solved, 6) if solved else None,
-        "cost_per_reward_point": round(total / points, 6) if points > 0 else None,
-    }
-
-
 def _ends(steps: int) -> tuple[int, int]:
     """(first, last) steps whose mean rewards are compared: none is in both."""
     half = max(1, steps // 2)
     return min(3, half), min(5, half)
-
-
-def _priced(summary: Mapping[str, Any]) -> str:
-    task, point = (summary[f"cost_per_{what}"] for what in ("solved_task", "reward_point"))
-    each = [f"{price:.4g} per {what}" for price, what in ((task, "solved task"), (point, "point of reward")) if price]
-    return ", ".join([f"{summary['cost_total']:.4g}", *each])
 
 
 def _rounded(value: float | None) -> str:

@@ -115,12 +115,12 @@ class Sidecar:
     async def run(self, max_restarts: int) -> None:
         """Keeps an engine serving until cancelled. Raises `EngineError` after `max_restarts` in a row, and at once if
         its first start failed for good."""
-        beside = [asyncio.create_task(self._registration.keep()), asyncio.create_task(self.usage.keep())]
+        keepers = [asyncio.create_task(self._registration.keep()), asyncio.create_task(self.usage.keep())]
         try:
             async with self._devices.renewal() if self._devices else nullcontext():
                 await self._supervise(max_restarts)
         finally:
-            for task in beside:
+            for task in keepers:
                 task.cancel()
 
     async def _supervise(self, max_restarts: int) -> None:

@@ -1,4 +1,4 @@
-"""The time of boxes in the queue's ledger: by episode, while they are open, whoever closes them."""
+"""A worker reports the time of open boxes by episode, whoever closes them, and calls of judges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer's rank reports: each second of its devices once, for the step that it worked for."""
+"""A trainer's rank reports each second of its devices once, for the step that it worked for."""
 
 from __future__ import annotations
 

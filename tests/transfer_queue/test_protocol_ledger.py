@@ -1,5 +1,4 @@
-"""What `TransferQueue` promises of the ledger: each episode has one fate, each report counts once. One suite for all
-stores."""
+"""The ledger of `TransferQueue`: each episode has one fate, each report counts once. One suite for all stores."""
 
 from __future__ import annotations
 

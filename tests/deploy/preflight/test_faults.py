@@ -306,9 +306,9 @@ def test_a_harbor_task_that_needs_a_larger_box_is_named(tmp_path: Path) -> None:
     toml = tmp_path / "tasks" / "hello-file" / "task.toml"
     toml.write_text(toml.read_text().replace("memory_mb = 256", "memory_mb = 1025"))
     words = [f"data.train=harbor:{tmp_path / 'tasks'}", "tools=[{name: harbor}]", "sandbox.own_root=true"]
-    found = failed(check_harbor_tasks, *words, "sandbox.memory_mb=1024")["tasks' boxes"].found
-    assert found.startswith("1 of 2 tasks cannot have their box: hello-file: "), found
-    assert found.endswith("set sandbox.memory_mb=1025"), found
+    refusal = failed(check_harbor_tasks, *words, "sandbox.memory_mb=1024")["tasks' boxes"].found
+    assert refusal.startswith("1 of 2 tasks cannot have their box: hello-file: "), refusal
+    assert refusal.endswith("set sandbox.memory_mb=1025"), refusal
     assert failed(check_harbor_tasks, *words, "sandbox.memory_mb=1025") == {}
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import ConfigError, limits_of, load_config
-from penstock.deploy.run.accounts import CostAccounts
+from penstock.deploy.run.accounts import CostAccounts, cost_figures, describe_cost
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import IDLE, SETUP, Fate, LedgerEntry, UsageReport
 
@@ -153,3 +153,11 @@ def test_prices_make_costs_and_a_budget_needs_a_price() -> None:
     assert accounts.cost(prices) == {"trained": 2.5}
     with pytest.raises(ConfigError, match="budget needs a price"):
         load_config(RECIPE, ["costs.budget=5"])
+
+
+def test_costs_are_shared_among_solved_tasks_and_points_of_reward() -> None:
+    rows = [{"reward": 0.5, "episodes": 8, "solved_tasks": 2}]
+    figures = cost_figures({"trained": 3.0, "filtered": 1.0}, rows)
+    assert (figures["cost_total"], figures["cost_per_solved_task"], figures["cost_per_reward_point"]) == (4.0, 2.0, 1.0)
+    assert describe_cost(figures) == "4, 2 per solved task, 1 per point of reward"
+    assert cost_figures({}, rows) == {}

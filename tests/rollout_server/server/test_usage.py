@@ -1,4 +1,4 @@
-"""What a rollout server reports that its requests use: every token and every second, once, by episode."""
+"""Reports of a rollout server name every token and every second of its requests once, by episode."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def seconds() -> list[float]:
 
 @pytest.fixture
 def usage(queue: FailingQueue, seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerUsage]:
-    made = ServerUsage("rollout-0", QueueConnection(queue), lambda: True)
-    monkeypatch.setattr(made._clock, "elapsed_s", lambda: seconds.pop(0))
-    yield made
+    server = ServerUsage("rollout-0", QueueConnection(queue), lambda: True)
+    monkeypatch.setattr(server._clock, "elapsed_s", lambda: seconds.pop(0))
+    yield server
     assert not seconds
 
 
