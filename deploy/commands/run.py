@@ -16,7 +16,7 @@ from penstock.deploy.preflight.suite import refuse_doomed, run_checks
 from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere
 from penstock.deploy.run.supervisor import Placement
 from penstock.deploy.run_dir import RunDir, has_begun, require_run
-from penstock.transfer_queue import QueueError
+from penstock.transfer_queue import QueueError, RunTaken
 
 console = Console(stderr=True, highlight=False)
 
@@ -62,7 +62,7 @@ def run_recipe(
             return 0
         placement = _ray_placement(ray_address) if on_ray else None
         summary = asyncio.run(launch(with_stop_grace(config), resume=resume, placement=placement))
-    except ConfigError as error:
+    except (ConfigError, RunTaken) as error:
         return _complain(str(error), 2, as_json=as_json)
     except (RoleFailed, StalledRun, VersionRefused, QueueError) as error:
         hint = f"\nonce the cause is corrected, continue with: {again}" if _can_continue(config) else ""

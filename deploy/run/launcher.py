@@ -71,6 +71,7 @@ from penstock.transfer_queue import (
     RedisTransferQueue,
     RunIdentity,
     RunRecord,
+    RunTaken,
     Status,
     TransferQueue,
     check_step_bytes,
@@ -105,6 +106,8 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
         check_step_bytes(replace(limits, group_size=config.largest_group), config.agent.most_response_tokens)
         async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
             identity = identity_of(config, run)
+            if resume:
+                _refuse_another_model(run, identity)
             record = await queue.create_run(limits, dump_config(config), identity)
             changes = changed_settings(run, config) if resume else []
             summary = describe_found(record, await queue.status(), identity, changes) if resume else ""
@@ -299,6 +302,14 @@ def identity_of(config: RunConfig, run: RunDir) -> RunIdentity:
         write_atomically(run.identity, secrets.token_hex(8) + "\n", mode=0o600, durable=True)
     digest = hashlib.sha256(dump_config(config).encode()).hexdigest()
     return RunIdentity(run.identity.read_text().strip(), digest[:16], Path(config.model).name)
+
+
+def _refuse_another_model(run: RunDir, identity: RunIdentity) -> None:
+    """Raises `RunTaken`. The queue refuses it too, unless the folder's name, which is the queue's, is a new one."""
+    if run.config.exists():
+        began = Path(yaml.safe_load(run.config.read_text())["model"]).name
+        if began != identity.model:
+            raise RunTaken(run.root.name, replace(identity, model=began), identity)
 
 
 def changed_settings(run: RunDir, config: RunConfig) -> list[str]:
