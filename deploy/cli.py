@@ -31,6 +31,7 @@ with uncollected():
     from penstock.deploy.commands.curriculum import curriculum
     from penstock.deploy.commands.dashboard import dashboard
     from penstock.deploy.commands.doctor import doctor
+    from penstock.deploy.commands.prove import prove
     from penstock.deploy.commands.rehearse import rehearse
     from penstock.deploy.commands.replay import replay
     from penstock.deploy.commands.rescore import rescore
@@ -55,7 +56,7 @@ PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     START: (quickstart, init, status, recipes),
     TRAIN: (sft, serve, replay, rescore, bench),
     CHECK: (doctor, rehearse, simulate),
-    WATCH: (dashboard, trace, curriculum, clean),
+    WATCH: (dashboard, trace, curriculum, prove, clean),
     ROLES: (redis_server, search_server, reward_server, teacher_server),
 }
 """Groups of `penstock --help`, and the commands in each that are named as their function."""
