@@ -44,6 +44,7 @@ from .http_server import url_host as url_host
 from .http_server import url_of as url_of
 from .huge_pages import huge_area as huge_area
 from .log_files import keep_logs_bounded as keep_logs_bounded
+from .process import LIFE_VARIABLE as LIFE_VARIABLE
 from .process import DeviceClock as DeviceClock
 from .process import ProcessTable as ProcessTable
 from .process import cores as cores
@@ -53,6 +54,7 @@ from .process import environment_without_secrets as environment_without_secrets
 from .process import frozen_start as frozen_start
 from .process import guard_command as guard_command
 from .process import kill_group as kill_group
+from .process import life_of_process as life_of_process
 from .process import process_has_ended as process_has_ended
 from .process import process_identity as process_identity
 from .process import raise_open_files as raise_open_files

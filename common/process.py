@@ -35,8 +35,11 @@ MAX_OPEN_FILES = 65536
 """Far above what a process of ours needs; a limit of a billion makes programs slow that close all descriptors."""
 SECRETS = re.compile(r"^PENSTOCK_|(?<!^HF)(?<!^HUGGING_FACE_HUB)_(TOKEN|PASSWORD|SECRET|API_KEY)$")
 """Names of variables that a foreign process must not get. A hub token stays: engines read models with it."""
+LIFE_VARIABLE = "PENSTOCK_LIFE"
+"""Variable with a name that a role's process and all that it starts have, and no other life of the role."""
 _PR_SET_PDEATHSIG = 1
 _STATE, _PARENT, _USER_TICKS, _SYSTEM_TICKS, _START = 0, 1, 11, 12, 19
+_REAPED_USER_TICKS, _REAPED_SYSTEM_TICKS = 13, 14
 """Fields of /proc/PID/stat after the name in brackets, see proc(5)."""
 
 
@@ -164,14 +167,14 @@ class ProcessTable:
 
 
 class DeviceClock:
-    """The time of this process's devices: of its GPUs (CUDA_VISIBLE_DEVICES) by the wall clock; without any it is the
-    CPU time of its process tree, by the kernel."""
+    """The time of this process's devices: of GPUs by the wall clock; without any it is the CPU time of its process
+    tree, by the kernel."""
 
-    def __init__(self) -> None:
-        self._gpus = len([one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()])
+    def __init__(self, gpus: int) -> None:
+        self._gpus = gpus
         self._last = time.monotonic()
-        self._cpu_s: dict[int, float] = {}
-        """Process of the tree → its CPU time at the last call."""
+        self._cpu_s = 0.0
+        """CPU time of the tree at the last call."""
         self._tree, self._tree_at = [os.getpid()], -math.inf
 
     def elapsed_s(self) -> float:
@@ -184,8 +187,10 @@ class DeviceClock:
     def _cpu_elapsed_s(self, now: float) -> float:
         if now - self._tree_at > 5.0:  # the whole of /proc is read for new children
             self._tree, self._tree_at = ProcessTable.now().tree_of(os.getpid()), now
-        before, self._cpu_s = self._cpu_s, {pid: _cpu_s(stat) for pid in self._tree if (stat := _stat(PROC / str(pid)))}
-        return sum(seconds - before.get(pid, 0.0) for pid, seconds in self._cpu_s.items())
+        stats = (_stat(PROC / str(pid)) for pid in self._tree)
+        before, self._cpu_s = self._cpu_s, sum(_cpu_s(stat) + _reaped_cpu_s(stat) for stat in stats if stat)
+        # A process that init has reaped takes its time out of the sum; one of the tree keeps that of its children.
+        return max(0.0, self._cpu_s - before)
 
 
 def handles_signal(pid: int, signum: int) -> bool:
@@ -215,6 +220,11 @@ def process_identity() -> str:
     return f"{place}:{os.getpid()}:{_stat(PROC / 'self')[_START]}"
 
 
+def life_of_process() -> str:
+    """Return the name of this life of its role; a process that no head started has one of its own."""
+    return os.environ.get(LIFE_VARIABLE) or process_identity()
+
+
 def process_has_ended(identity: str) -> bool:
     """Returns True if the process of that `process_identity` has ended; False for another machine or namespace."""
     place, _, process = identity.rpartition(":")
@@ -236,6 +246,11 @@ def _namespace() -> str:
 def _cpu_s(stat: Sequence[str]) -> float:
     """User and system time of a process from its `_stat`."""
     return (int(stat[_USER_TICKS]) + int(stat[_SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK")
+
+
+def _reaped_cpu_s(stat: Sequence[str]) -> float:
+    """The same of its descendants that have ended and were waited for."""
+    return (int(stat[_REAPED_USER_TICKS]) + int(stat[_REAPED_SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(entry: Path) -> list[str]:

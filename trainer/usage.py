@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from penstock.common import DeviceClock, cancel_and_wait, process_identity
+from penstock.common import DeviceClock, cancel_and_wait, life_of_process, visible_devices
 from penstock.transfer_queue import IDLE, REPORT_EVERY_S, SETUP, QueueError, TransferQueue, UsageMeter
 
 logger = logging.getLogger(__name__)
@@ -18,9 +18,9 @@ class RankUsage:
 
     def __init__(self, rank: int, queue: TransferQueue, *, shares_devices: bool) -> None:
         """`shares_devices`: while this trainer waits they are an engine's, which counts them."""
-        self._meter = UsageMeter(f"trainer-{rank} {process_identity()}")
+        self._meter = UsageMeter(f"trainer-{rank} {life_of_process()}")
         self._queue, self._shares_devices = queue, shares_devices
-        self._clock = DeviceClock()
+        self._clock = DeviceClock(min(1, len(visible_devices())))  # a rank sees the GPUs of all, and has one
         self._name = SETUP
 
     def begin(self, name: str) -> None:

@@ -19,7 +19,9 @@ from .errors import RunTaken as RunTaken
 from .errors import StepError as StepError
 from .errors import TooManyFiltered as TooManyFiltered
 from .errors import TrainerFenced as TrainerFenced
+from .ledger import ENDED as ENDED
 from .ledger import IDLE as IDLE
+from .ledger import KILLED as KILLED
 from .ledger import REPORT_EVERY_S as REPORT_EVERY_S
 from .ledger import SETUP as SETUP
 from .ledger import STEP as STEP

@@ -21,6 +21,8 @@ LEDGER_KEPT = 8192
 IDLE, SETUP, OTHERS = "idle", "start and end", "others"
 """Names in a report's amounts that are no episodes: devices without a request or a batch, devices of a process that
 starts or saves, and requests of no episode."""
+ENDED, KILLED = "ended", "killed"
+"""Names in the report of a head on a process that has ended: all that the process used, reported or not."""
 REPORT_EVERY_S = 0.5
 """A process that is killed takes along what it has not reported."""
 STEP = "step/"

@@ -1,10 +1,12 @@
 """Accounts of cost: every token, device second and box second of a run, under its use.
 
     ledger of the queue ──► usage of episodes that run ──fate──► trained, filtered, over age …, sampled again
-                        └──► usage of no episode ──────────────► idle and why, start and end, evaluation
+                        ├──► usage of no episode ──────────────► idle and why, start and end, evaluation
+                        └──► all that a process used, at its end ► what it did not report: start and end, killed
 
 What an episode used beyond its trajectory was sampled again: an attempt failed, or its worker or server was killed. The
-sums of the accounts are what servers, workers and trainer have counted; nothing is estimated.
+sums of the accounts are what servers, workers and trainer have counted, and the kernel at their end; nothing is
+estimated.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +25,19 @@ from typing import Any
 from penstock.common import write_atomically
 from penstock.deploy.config import RunConfig
 from penstock.deploy.costs import CostConfig
-from penstock.transfer_queue import IDLE, STEP, Fate, LedgerEntry, Status, TransferQueue, UsageReport
+from penstock.deploy.run.supervisor import SupervisedRole
+from penstock.transfer_queue import (
+    ENDED,
+    IDLE,
+    KILLED,
+    SETUP,
+    STEP,
+    Fate,
+    LedgerEntry,
+    Status,
+    TransferQueue,
+    UsageReport,
+)
 
 
 def idle_cause(status: Status, config: RunConfig) -> str:
@@ -69,10 +84,34 @@ logger = logging.getLogger("penstock.run")
 SETTLED_KEPT = 4096
 """Episodes that have ended whose late reports still find their account."""
 STEPS_KEPT = 256
+LIVES_KEPT = 1024
 WRITE_EVERY_S = 5.0
 AGAIN, EVALUATION, UNFINISHED = "sampled again", "evaluation", "unfinished"
 TOKENS = "tokens"
 Amounts = Mapping[str, float]
+
+
+DEVICES = {"rollout": "rollout_s", "trainer": "trainer_s"}
+"""Roles with devices → the resource of their time."""
+
+
+class EndReports:
+    """Reports of a head on the processes that it started and that have ended."""
+
+    def __init__(self, members: Sequence[SupervisedRole]) -> None:
+        self._members = members
+        self._unsent: list[UsageReport] = []
+
+    async def send(self, queue: TransferQueue) -> None:
+        """Report those that have ended since the last call. Raises `QueueError`: the next call tries again."""
+        for member in self._members:
+            for ended in member.take_ended():
+                if resource := DEVICES.get(member.spec.name.partition("-")[0]):
+                    amounts = {KILLED if ended.was_killed else ENDED: {resource: ended.device_s}}
+                    self._unsent.append(UsageReport(secrets.token_hex(8), f"{member.spec.name} {ended.life}", amounts))
+        while self._unsent:
+            await queue.report_usage(self._unsent[0])
+            del self._unsent[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +138,8 @@ class CostAccounts:
         self._settled = OrderedDict[str, Settled]()
         self._steps = OrderedDict[str, tuple[str, float]]()
         """Step of a trainer's rank → the process that trained it last, and its device seconds."""
+        self._reported = OrderedDict[str, float]()
+        """Life of a server or trainer that has not ended → the device seconds in its reports."""
         try:
             self._read(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -129,7 +170,12 @@ class CostAccounts:
                 self._settle(episode, entry.fate, tokens)
 
     def _use(self, usage: UsageReport, idle_cause: str) -> None:
+        life = usage.process.rpartition(" ")[2]
         for name, amounts in usage.amounts.items():
+            if name in (ENDED, KILLED):
+                self._end(life, KILLED if name == KILLED else SETUP, amounts)
+                continue
+            self._remember(life, amounts)
             if name.startswith(STEP):
                 self._train(usage.process, name, amounts)
             elif "#" not in name:
@@ -142,6 +188,17 @@ class CostAccounts:
             else:
                 for resource, amount in amounts.items():
                     self._running[name][resource] += amount
+
+    def _remember(self, life: str, amounts: Amounts) -> None:
+        if used := sum(amounts.get(resource, 0.0) for resource in DEVICES.values()):
+            self._reported[life] = self._reported.pop(life, 0.0) + used
+            while len(self._reported) > LIVES_KEPT:
+                self._reported.popitem(last=False)
+
+    def _end(self, life: str, account: str, used: Amounts) -> None:
+        """`used`: all that the process has used of one resource."""
+        reported = self._reported.pop(life, 0.0)
+        self._add(account, {resource: max(0.0, amount - reported) for resource, amount in used.items()})
 
     def _train(self, process: str, step: str, amounts: Amounts) -> None:
         """A step that a later life of the trainer trains again was in vain before."""
@@ -220,6 +277,7 @@ class CostAccounts:
             "running": self._running,
             "settled": {name: [one.account, one.unreported] for name, one in self._settled.items()},
             "steps": self._steps,
+            "reported": self._reported,
         }
         write_atomically(self._path, json.dumps(state) + "\n")
 
@@ -229,4 +287,5 @@ class CostAccounts:
                 target[key].update(amounts)
         self._settled.update((name, Settled(*row)) for name, row in state["settled"].items())
         self._steps.update((name, tuple(row)) for name, row in state["steps"].items())
+        self._reported.update(state["reported"])
         self._number = state["number"]

@@ -237,6 +237,7 @@ async def _run_roles(
             rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why or spent, "failed": bool(why)}])
         try:
             failed = [member.spec.name for member in supervisor.members if member.has_failed]
+            await reporter.ends.send(queue)
             await write_summary(config, run, queue, total, failed)
         except QueueUnavailable as error:
             if not why:

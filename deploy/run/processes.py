@@ -10,14 +10,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.common import Backoff, kill_group
+from penstock.common import LIFE_VARIABLE, Backoff, kill_group
+from penstock.common.device_locks import named_gpus
 
 RESTART_WINDOW_S = 3600.0
 """Earlier restarts of a role are forgotten."""
@@ -43,6 +47,17 @@ class RoleSpec:
     @property
     def stop_file(self) -> Path:
         return self.log.with_suffix(".stop")
+
+
+@dataclass(frozen=True, slots=True)
+class EndedProcess:
+    """A process of a role that has ended, with the name of its life."""
+
+    life: str
+    device_s: float
+    """Time of its GPUs, or without any its CPU time: of the process, and of its descendants that were waited for."""
+    was_killed: bool
+    """Another exit status than 0."""
 
 
 class RoleFailed(Exception):
@@ -90,6 +105,8 @@ class RoleProcess:
         self.has_failed = False
         self._stopping = False
         self._ended = asyncio.Event()
+        self._lives: list[EndedProcess] = []
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix=f"end of {spec.name}")
         self._pauses = Backoff(0.5, 10.0).pauses()
         self._clock = clock
         self._budget = RestartBudget(spec.max_restarts, RESTART_WINDOW_S, clock)
@@ -129,6 +146,11 @@ class RoleProcess:
         """See `SupervisedRole`."""
         self._budget.forgive()
 
+    def take_ended(self) -> list[EndedProcess]:
+        """Return the processes that have ended since the last call."""
+        ended, self._lives = self._lives, []
+        return ended
+
     async def stop(self) -> None:
         """SIGTERM to the role, a grace period, then SIGKILL to its whole session."""
         self._stopping = True
@@ -149,31 +171,45 @@ class RoleProcess:
 
     async def _run_once(self) -> int:
         self.spec.stop_file.unlink(missing_ok=True)
+        life, began = secrets.token_hex(4), time.monotonic()
+        process = self._start(life)
+        self.pid = process.pid
+        self._ended.clear()
+        try:
+            status, cpu_s = await asyncio.get_running_loop().run_in_executor(self._waiter, _reap, process)
+        finally:
+            self.kill()  # processes of a dead role must not outlive it
+            self.pid = None
+            self._ended.set()
+        gpus = len(named_gpus(self.spec.env.get("CUDA_VISIBLE_DEVICES", "")))
+        device_s = (time.monotonic() - began) * gpus if gpus else cpu_s
+        self._lives.append(EndedProcess(life, device_s, was_killed=status != 0))
+        return status
+
+    def _start(self, life: str) -> subprocess.Popen[bytes]:
+        more = {
+            RESTARTS_VARIABLE: str(self.restarts),
+            STOP_FILE_VARIABLE: str(self.spec.stop_file),
+            LIFE_VARIABLE: life,
+        }
         with self.spec.log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *self.spec.argv,
-                env={
-                    **self.spec.env,
-                    RESTARTS_VARIABLE: str(self.restarts),
-                    STOP_FILE_VARIABLE: str(self.spec.stop_file),
-                },
-                stdin=asyncio.subprocess.DEVNULL,
+            return subprocess.Popen(
+                self.spec.argv,
+                env={**self.spec.env, **more},
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
                 cwd=self.spec.cwd,
             )
-        self.pid = process.pid
-        self._ended.clear()
-        if self._stopping:  # `stop` came while the process was made, and had nothing to signal
-            self.kill()
-        try:
-            return await process.wait()
-        finally:
-            self.kill()  # processes of a dead role must not outlive it
-            self.pid = None
-            self._ended.set()
 
     def _log_tail(self, lines: int = 12) -> str:
         text = self.spec.log.read_text(errors="replace") if self.spec.log.exists() else ""
         return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+
+
+def _reap(process: subprocess.Popen[bytes]) -> tuple[int, float]:
+    """Wait for a child. Return its exit status, and the CPU seconds of it and of the descendants that it waited for."""
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, usage.ru_utime + usage.ru_stime

@@ -26,7 +26,7 @@ from penstock.agent_loops import BLOCKING
 from penstock.common import JsonlTail, last_by, read_jsonl, rewrite_jsonl, write_atomically
 from penstock.dashboard import plain, reward_warning
 from penstock.deploy.config import RunConfig
-from penstock.deploy.run.accounts import CostAccounts, cost_figures, describe_cost, idle_cause, shares
+from penstock.deploy.run.accounts import CostAccounts, EndReports, cost_figures, describe_cost, idle_cause, shares
 from penstock.deploy.run.plan import lent_servers
 from penstock.deploy.run.supervisor import SupervisedRole, Watchdog
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir
@@ -71,6 +71,8 @@ class Reporter:
         status has are an earlier life's."""
         self._unrecorded = ""
         self._accounts = CostAccounts(run.accounts)
+        # Servers and trainer that take turns use the same devices: what one did not report may be the other's.
+        self.ends = EndReports([] if config.placement.in_turns else members)
         self.steps_done = 0
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -138,6 +140,7 @@ class Reporter:
         """Raises `BudgetSpent`."""
         prices = self._config.costs
         try:
+            await self.ends.send(self._queue)
             await self._accounts.follow(self._queue, idle_cause(status, self._config))
         except (QueueError, OSError) as error:
             logger.warning("accounts of cost: %s", error)

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from penstock.common import ProcessTable
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, VARIABLE, Role, gpus_of, visible_gpus
-from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
+from penstock.deploy.run.processes import EndedProcess, RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run.stacks import ask_for_stacks, is_suspended
 from penstock.deploy.run.stall import LocalRole, Snapshot, StallCause, diagnose_stall
 from penstock.deploy.run_dir import RunDir
@@ -60,6 +60,10 @@ class SupervisedRole(Protocol):
 
     def forgive(self) -> None:
         """Restarts so far do not count against its limit any more."""
+        ...
+
+    def take_ended(self) -> Sequence[EndedProcess]:
+        """Return its processes on this machine that have ended since the last call."""
         ...
 
     async def stop(self) -> None: ...

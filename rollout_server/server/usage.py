@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 
-from penstock.common import DeviceClock
+from penstock.common import DeviceClock, life_of_process, visible_devices
 from penstock.rollout_server.server.registration import QueueConnection
 from penstock.transfer_queue import IDLE, REPORT_EVERY_S, SETUP, QueueError, UsageMeter
 
@@ -29,9 +29,9 @@ class ServerUsage:
         is_asleep: Callable[[], bool] = lambda: False,
     ) -> None:
         """`is_asleep`: the devices are the trainer's, which counts their time."""
-        self._meter, self._connection = UsageMeter(name), connection
+        self._meter, self._connection = UsageMeter(f"{name} {life_of_process()}"), connection
         self._is_serving, self._is_asleep = is_serving, is_asleep
-        self._clock = DeviceClock()
+        self._clock = DeviceClock(len(visible_devices()))
         self._running, self._tokens = Counter[str](), Counter[str]()
 
     def begin(self, episode: str) -> None:

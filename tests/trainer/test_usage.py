@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from penstock.testing import MemoryTransferQueue
@@ -25,3 +27,15 @@ async def test_seconds_are_those_of_what_was_begun_last(
     assert entry.usage.process.startswith("trainer-0 ")
     sums = {name: amounts["trainer_s"] for name, amounts in entry.usage.amounts.items()}
     assert sums == {"start and end": 1.0, "step/0": 2.0, "step/1": 8.0, **idle}
+
+
+async def test_a_rank_counts_one_of_the_gpus_that_all_ranks_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    now = 100.0
+    monkeypatch.setattr("penstock.common.process.time", SimpleNamespace(monotonic=lambda: now))
+    queue = MemoryTransferQueue()
+    async with RankUsage(1, queue, shares_devices=False).reported():
+        now = 107.0
+    (entry,) = await queue.ledger(0)
+    assert entry.usage is not None
+    assert entry.usage.amounts == {"start and end": {"trainer_s": 7.0}}

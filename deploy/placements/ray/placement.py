@@ -35,7 +35,7 @@ from penstock.deploy.placements.ray.cluster import (
     machines_of,
 )
 from penstock.deploy.run.plan import Role
-from penstock.deploy.run.processes import RESTART_WINDOW_S, RestartBudget, RoleFailed, RoleSpec
+from penstock.deploy.run.processes import RESTART_WINDOW_S, EndedProcess, RestartBudget, RoleFailed, RoleSpec
 from penstock.deploy.run.supervisor import Supervisor
 from penstock.deploy.run.weights_folder import remove_weights
 from penstock.deploy.run_dir import RunDir
@@ -144,6 +144,10 @@ class RayMember:
         within = all([self._budget.spend() for _ in range(restarts)])
         if not within and self._earlier_restarts:
             raise RoleFailed(f"{self.spec.name} failed ({self._budget.used_up}, of its actor and its process)")
+
+    def take_ended(self) -> Sequence[EndedProcess]:
+        """See `SupervisedRole`; they are on other machines."""
+        return ()
 
     def forgive(self) -> None:
         """See `SupervisedRole`. Where the actor is away just now, its next life begins without restarts anyway."""

@@ -15,7 +15,7 @@ from tests.deploy.conftest import RECIPE
 from penstock.deploy import ConfigError, limits_of, load_config
 from penstock.deploy.run.accounts import CostAccounts, cost_figures, describe_cost
 from penstock.testing import MemoryTransferQueue
-from penstock.transfer_queue import IDLE, SETUP, Fate, LedgerEntry, UsageReport
+from penstock.transfer_queue import ENDED, IDLE, KILLED, SETUP, Fate, LedgerEntry, UsageReport
 
 NEVER = Path("/nonexistent/accounts.json")
 
@@ -43,6 +43,21 @@ def test_what_an_episode_used_beyond_its_trajectory_was_sampled_again() -> None:
     assert sums == {
         "rollout_s": {"sampled again": 1.0, "trained": 3.0},
         "tokens": {"sampled again": 10, "trained": 30},
+    }
+
+
+def test_what_a_process_used_and_did_not_report_is_booked_at_its_end() -> None:
+    reports = [
+        used(1, {"train/0#0": {"rollout_s": 3.0}, IDLE: {"rollout_s": 1.0}}),
+        used(2, {KILLED: {"rollout_s": 6.5}}),
+        used(3, {SETUP: {"trainer_s": 2.0}}, "trainer-0 a"),
+        used(4, {SETUP: {"trainer_s": 2.0}}, "trainer-1 a"),
+        used(5, {ENDED: {"trainer_s": 7.0}}, "trainer a"),
+        used(6, {KILLED: {"trainer_s": 4.0}}, "trainer b"),
+    ]
+    assert accounts_of(*reports, idle="no task is queued") == {
+        "rollout_s": {"idle: no task is queued": 1.0, "killed": 2.5, "unfinished": 3.0},
+        "trainer_s": {"killed": 4.0, "start and end": 7.0},
     }
 
 

@@ -95,12 +95,43 @@ async def test_stop_ends_the_role_and_what_it_started(role: Callable[..., RolePr
 async def test_stop_in_the_moment_of_the_start_ends_the_role(role: Callable[..., RoleProcess]) -> None:
     process = role(STUBBORN)
     running = asyncio.create_task(process.run())
-    await asyncio.sleep(0)  # the process is there; asyncio has not said its number yet
-    assert process.pid is None
+    await asyncio.sleep(0)  # the process is there, and has no handlers yet
+    assert process.pid is not None
     async with asyncio.timeout(60):
         await process.stop()
         await running
     assert process.state == "stopped"
+
+
+BUSY = """
+import os, pathlib, subprocess, sys, time
+work = "import time\\nwhile time.process_time() < 0.3: pass"
+subprocess.run([sys.executable, "-c", work])
+exec(work)
+print(os.environ["PENSTOCK_LIFE"], "up")
+while pathlib.Path("crash").exists(): time.sleep(0.01)
+"""
+
+
+async def test_all_that_a_process_used_is_known_at_its_end(role: Callable[..., RoleProcess]) -> None:
+    """Its own CPU time, that of a child it has waited for, and with GPUs their time."""
+    process = role(BUSY)
+    crash = process.spec.log.parent / "crash"
+    crash.touch()
+    running = asyncio.create_task(process.run())
+    os.kill(await printed(process, "up\n"), signal.SIGKILL)
+    await until(lambda: process.spec.log.read_text().count("up") == 2)
+    crash.unlink()
+    await running
+    killed, finished = process.take_ended()
+    assert [killed.life, finished.life] == process.spec.log.read_text().split()[::2]
+    assert (killed.was_killed, finished.was_killed) == (True, False)
+    assert min(killed.device_s, finished.device_s) >= 0.6
+    assert process.take_ended() == []
+    on_gpus = role("import time; time.sleep(0.5)")
+    on_gpus.spec = replace(on_gpus.spec, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    await on_gpus.run()
+    assert on_gpus.take_ended()[0].device_s >= 2.0
 
 
 async def test_only_restarts_within_a_window_use_the_budget_up(role: Callable[..., RoleProcess]) -> None:

@@ -28,6 +28,7 @@ from penstock.deploy.run.accounts import CostAccounts
 from penstock.deploy.run.connection import RedisLost, keep_alive, serve
 from penstock.deploy.run.launcher import launch
 from penstock.deploy.run.plan import Role
+from penstock.deploy.run.processes import EndedProcess
 from penstock.deploy.run.supervisor import LocalPlacement
 from penstock.trainer import DataConfig
 from penstock.transfer_queue import QueueError, RedisServer, TransferQueueConfig
@@ -238,6 +239,9 @@ class Idle:
 
     async def stop(self) -> None:
         self._stopped.set()
+
+    def take_ended(self) -> list[EndedProcess]:
+        return []
 
 
 class IdlePlacement(LocalPlacement):
