@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from functools import wraps
 from typing import Any, cast
 
 from penstock.agent_loops.tracing import current_episode
-from penstock.common import cancel_and_wait
 from penstock.sandbox import Sandbox
-from penstock.transfer_queue import REPORT_EVERY_S, QueueError, TransferQueue, UsageMeter
+from penstock.transfer_queue import TransferQueue, UsageMeter
 
 OPENS, ENDS = frozenset({"start", "attach", "fork"}), frozenset({"close", "leave"})
 """Verbs of a sandbox that return a session, and of a session that give its box up."""
-
-
-log = logging.getLogger(__name__)
 
 
 class WorkerUsage:
@@ -27,7 +20,7 @@ class WorkerUsage:
     another worker."""
 
     def __init__(self, worker: str) -> None:
-        self._meter = UsageMeter(worker)
+        self._meter = UsageMeter(worker, self._count_open)
         self._open: dict[int, tuple[str, float]] = {}
         """Session → its episode, and until when it is counted."""
 
@@ -41,29 +34,17 @@ class WorkerUsage:
         self._count(id(session))
         self._open.pop(id(session), None)
 
-    @asynccontextmanager
-    async def reported(self, queue: TransferQueue) -> AsyncIterator[None]:
-        """Report to the queue's ledger every `REPORT_EVERY_S` in the block, and at its end."""
-        keeper = asyncio.create_task(self._keep(queue), name="usage of boxes")
-        try:
-            yield
-        finally:
-            await cancel_and_wait([keeper])
-            await self.report(queue)
-
-    async def _keep(self, queue: TransferQueue) -> None:
-        while True:
-            await asyncio.sleep(REPORT_EVERY_S)
-            await self.report(queue)
+    def reported(self, queue: TransferQueue) -> AbstractAsyncContextManager[None]:
+        """Report to the queue's ledger in the block, and at its end."""
+        return self._meter.reported(queue.report_usage)
 
     async def report(self, queue: TransferQueue) -> None:
-        """Report the boxes that are open up to now; what the queue does not take is kept."""
+        """Report up to now; what the queue does not take is kept."""
+        await self._meter.report(queue.report_usage)
+
+    def _count_open(self) -> None:
         for session in self._open:
             self._count(session)
-        try:
-            await self._meter.send(queue.report_usage)
-        except QueueError as error:
-            log.warning("usage is not reported yet: %s", error)
 
     def _count(self, session: int) -> None:
         if session in self._open:

@@ -22,7 +22,6 @@ from .errors import TrainerFenced as TrainerFenced
 from .ledger import ENDED as ENDED
 from .ledger import IDLE as IDLE
 from .ledger import KILLED as KILLED
-from .ledger import REPORT_EVERY_S as REPORT_EVERY_S
 from .ledger import SETUP as SETUP
 from .ledger import STEP as STEP
 from .ledger import Fate as Fate

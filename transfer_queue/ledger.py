@@ -8,12 +8,19 @@ A report names episodes, not accounts: tokens are sampled before anybody knows w
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from penstock.common import cancel_and_wait
+from penstock.transfer_queue.errors import QueueError
+
+logger = logging.getLogger(__name__)
 LEDGER_KEPT = 8192
 """Entries that wait for a head; beyond them the oldest go."""
 
@@ -68,11 +75,15 @@ class LedgerEntry:
     """(episode, sampled tokens of its trajectory; 0 where it has none), of a fate."""
 
 
-class UsageMeter:
-    """Usage of a process that the queue has not taken yet."""
+Send = Callable[[UsageReport], Awaitable[None]]
 
-    def __init__(self, process: str) -> None:
-        self._process = process
+
+class UsageMeter:
+    """Usage of a process that the queue has not taken yet. It is reported every `REPORT_EVERY_S`."""
+
+    def __init__(self, process: str, count: Callable[[], None]) -> None:
+        """`count` adds what was used since its last call."""
+        self._process, self._count = process, count
         self._amounts = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
         self._unsent: UsageReport | None = None
 
@@ -80,15 +91,37 @@ class UsageMeter:
         """`name`: see `UsageReport.amounts`; an empty one is a request of somebody else."""
         self._amounts[name or OTHERS][resource] += amount
 
-    async def send(self, report: Callable[[UsageReport], Awaitable[None]]) -> None:
-        """Report what was added. If `report` raises, the same report is sent first by the next call: nothing counts
-        twice."""
+    @asynccontextmanager
+    async def reported(self, send: Send) -> AsyncIterator[None]:
+        """Reports go out in the block, and a last one at its end."""
+        keeper = asyncio.create_task(self.keep(send), name="usage")
+        try:
+            yield
+        finally:
+            await cancel_and_wait([keeper])
+            await self.report(send)
+
+    async def keep(self, send: Send) -> None:
+        """Reports until cancelled."""
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            await self.report(send)
+
+    async def report(self, send: Send) -> None:
+        """Report what was used up to now. If `send` raises `QueueError`, the next call sends the same report first:
+        nothing counts twice."""
+        self._count()
+        try:
+            await self._send_unsent(send)
+            if self._amounts:
+                amounts = {name: dict(each) for name, each in self._amounts.items()}
+                self._amounts.clear()
+                self._unsent = UsageReport(secrets.token_hex(8), self._process, amounts)
+                await self._send_unsent(send)
+        except QueueError as error:
+            logger.warning("usage is not reported yet: %s", error)
+
+    async def _send_unsent(self, send: Send) -> None:
         if self._unsent is not None:
-            await report(self._unsent)
-            self._unsent = None
-        if self._amounts:
-            amounts = {name: dict(each) for name, each in self._amounts.items()}
-            self._amounts.clear()
-            self._unsent = UsageReport(secrets.token_hex(8), self._process, amounts)
-            await report(self._unsent)
+            await send(self._unsent)
             self._unsent = None

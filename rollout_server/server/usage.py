@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable
 
 from penstock.common import DeviceClock, life_of_process, visible_devices
 from penstock.rollout_server.server.registration import QueueConnection
-from penstock.transfer_queue import IDLE, REPORT_EVERY_S, SETUP, QueueError, UsageMeter
-
-logger = logging.getLogger(__name__)
+from penstock.transfer_queue import IDLE, SETUP, UsageMeter, UsageReport
 
 
 class ServerUsage:
-    """Counts for the queue's ledger, and reports every `REPORT_EVERY_S`.
+    """Counts for the queue's ledger.
 
     The time between two counts goes to the episodes that sampled tokens in it, by their number; without tokens to those
     whose requests run, in equal parts; else it was idle, or the engine was starting.
@@ -29,7 +25,7 @@ class ServerUsage:
         is_asleep: Callable[[], bool] = lambda: False,
     ) -> None:
         """`is_asleep`: the devices are the trainer's, which counts their time."""
-        self._meter, self._connection = UsageMeter(f"{name} {life_of_process()}"), connection
+        self._meter, self._connection = UsageMeter(f"{name} {life_of_process()}", self._count), connection
         self._is_serving, self._is_asleep = is_serving, is_asleep
         self._clock = DeviceClock(len(visible_devices()))
         self._running, self._tokens = Counter[str](), Counter[str]()
@@ -46,17 +42,14 @@ class ServerUsage:
 
     async def keep(self) -> None:
         """Reports until cancelled."""
-        while True:
-            await asyncio.sleep(REPORT_EVERY_S)
-            await self.report()
+        await self._meter.keep(self._send)
 
     async def report(self) -> None:
         """Reports now; what the queue does not take is kept for the next report."""
-        self._count()
-        try:
-            await self._connection.ask(self._meter.send(self._connection.queue.report_usage))
-        except QueueError as error:
-            logger.warning("usage is not reported yet: %s", error)
+        await self._meter.report(self._send)
+
+    async def _send(self, usage: UsageReport) -> None:
+        await self._connection.ask(self._connection.queue.report_usage(usage))
 
     def _count(self) -> None:
         elapsed_s = self._clock.elapsed_s()
