@@ -66,7 +66,11 @@ def _replies(messages: Sequence[Message]) -> list[int]:
     """Positions of the model's messages. Raises `BadDemonstration`."""
     numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not numbers or numbers[0] == 0 or numbers[-1] != len(messages) - 1:
-        raise BadDemonstration("a conversation begins with a message to the model and ends with one of it")
+        roles = [message["role"] for message in messages]
+        ends = f"begins with role {roles[0]} and ends with role {roles[-1]}" if roles else "is empty"
+        raise BadDemonstration(
+            f"a conversation begins with another role than assistant and ends with it; this one {ends}"
+        )
     twice = next((one for one, other in pairwise(numbers) if other == one + 1), None)
     if twice is not None:
         raise BadDemonstration(f"messages {twice} and {twice + 1} are both of the model: join them")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.config import ConfigError, RunConfig, load_config, parse_config
+from penstock.deploy.config import ConfigError, RunConfig, code_files, load_config, parse_config
 from penstock.deploy.pretrained import find_fetched
 from penstock.deploy.rehearsal import rows_of
 from penstock.deploy.run_dir import RunDir, no_such_run
@@ -79,6 +79,7 @@ class EvalPlan:
             "temperature": self.temperature,
             "rows": _digest([_plain(row) for row in self.rows]),
             "agent": _digest(config.agent.model_dump(mode="json", exclude=others)),
+            "code": _digest([file.read_text(encoding="utf-8") for file in sorted(code_files(config))]),
             "tools": _digest([tool.model_dump(mode="json") for tool in config.tools]),
             "rollout": config.rollout.model_dump(mode="json", include={"engine", "dtype", "max_model_len", "url"}),
         }

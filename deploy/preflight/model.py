@@ -122,6 +122,11 @@ HUB_TIMEOUT_S = 5.0
 SAVE = "save the model and its tokenizer with save_pretrained into this folder"
 
 
+def _fix_of(folder: Path) -> str:
+    trained = folder / "final_model"
+    return f"it is a run: set model={trained}" if trained.is_dir() else SAVE
+
+
 def check_model(config: RunConfig) -> Check:
     folder = Path(config.model)
     if not folder.is_dir():
@@ -130,7 +135,7 @@ def check_model(config: RunConfig) -> Check:
         return Check("model", False, f"{config.model}: no such folder{_known(config.model)}", NAMES)
     missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
     if missing:
-        return Check("model", False, f"{folder} lacks {', '.join(missing)}", SAVE)
+        return Check("model", False, f"{folder} lacks {', '.join(missing)}", _fix_of(folder))
     try:
         read_config(folder)
         weights = read_weights(folder)

@@ -71,7 +71,6 @@ from penstock.transfer_queue import (
     RedisTransferQueue,
     RunIdentity,
     RunRecord,
-    RunTaken,
     Status,
     TransferQueue,
     check_step_bytes,
@@ -100,14 +99,14 @@ async def launch(config: RunConfig, *, resume: bool = False, placement: Placemen
 async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path:
     run = RunDir.of(config)
     with RunLock(run, resume=resume):
+        if resume:
+            _refuse_another_model(run, config)
         run.logs.mkdir(exist_ok=True)
         config = _with_files(config, run)
         limits = limits_of(config)
         check_step_bytes(replace(limits, group_size=config.largest_group), config.agent.most_response_tokens)
         async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
             identity = identity_of(config, run)
-            if resume:
-                _refuse_another_model(run, identity)
             record = await queue.create_run(limits, dump_config(config), identity)
             changes = changed_settings(run, config) if resume else []
             summary = describe_found(record, await queue.status(), identity, changes) if resume else ""
@@ -305,12 +304,17 @@ def identity_of(config: RunConfig, run: RunDir) -> RunIdentity:
     return RunIdentity(run.identity.read_text().strip(), digest[:16], Path(config.model).name)
 
 
-def _refuse_another_model(run: RunDir, identity: RunIdentity) -> None:
-    """Raises `RunTaken`. The queue refuses it too, unless the folder's name, which is the queue's, is a new one."""
-    if run.config.exists():
-        began = Path(yaml.safe_load(run.config.read_text())["model"]).name
-        if began != identity.model:
-            raise RunTaken(run.root.name, replace(identity, model=began), identity)
+def _refuse_another_model(run: RunDir, config: RunConfig) -> None:
+    """Raises `ConfigError`. Of a model only its name counts, as in `identity_of`."""
+    if not run.config.exists():
+        return
+    began = yaml.safe_load(run.config.read_text())["model"]
+    if Path(began).name != Path(config.model).name:
+        began = run.root / began if (run.root / began).exists() else began
+        raise ConfigError(
+            f"model: run {run.root.name} began with {began}, and this command has {config.model}; add model={began}, "
+            f"or continue the run by its folder: penstock run {run.root} --resume"
+        )
 
 
 def changed_settings(run: RunDir, config: RunConfig) -> list[str]:
@@ -339,9 +343,9 @@ def describe_found(record: RunRecord | None, status: Status, identity: RunIdenti
     if record is None:
         return f"run {identity.run_id}: it is new in this queue; it continues from a checkpoint if there is one"
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - record.age_s))
-    line = (
-        f"run {identity.run_id}, begun {since}: its checkpoints have {status.committed_step} steps, its servers version"
-        f" {status.version}, its trainer has taken {status.step} batches"
+    again = status.step - status.committed_step
+    line = f"run {identity.run_id}, begun {since}: its checkpoint has {status.committed_step} steps" + (
+        f"; of the steps after it, {again} are recorded and trained again" if again else ""
     )
     if not changes:
         return line

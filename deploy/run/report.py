@@ -125,6 +125,7 @@ class Reporter:
         self._unrecorded = problem
 
     def close(self) -> None:
+        self._report(None)  # steps that the trainer ended while it was stopped
         if self._bar is not None:
             self._bar.stop()
         self._run.roles.unlink(missing_ok=True)
@@ -295,6 +296,7 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         "the trainer for episodes": "trainer:batch",
     }
     first, last = _ends(get("steps", 0))
+    accounts = get("accounts", {})
     restarts = ", ".join(f"{role} {times}" for role, times in get("restarts", {}).items() if times)
     lines = {
         "reward": f"{_rounded(get('reward_first'))} -> {_rounded(get('reward_last'))} (first {first}, last"
@@ -305,8 +307,9 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         else "",
         "episodes": ", ".join([f"{get('episodes_trained')} trained", *(f"{n} {what}" for what, n in lost.items() if n)])
         + ("" if get("lost") or get("trained_twice") else "; none lost, none trained twice"),
-        "tokens": f"{get('tokens_sampled', 0):,} sampled, at most {get('staleness_max')} versions old",
-        **{resource: shares(accounts) for resource, accounts in get("accounts", {}).items()},
+        "tokens": f"{get('tokens_sampled', 0):,} of trained episodes, at most {get('staleness_max')} versions old"
+        + (f"; of all, {shares(accounts['tokens'])}" if accounts.get("tokens") else ""),
+        **{resource: shares(of_one) for resource, of_one in accounts.items() if resource != "tokens"},
         "cost": describe_cost(summary) if "cost_total" in summary else "",
         "updates": f"{get('weight_updates')} of weights; requests paused {get('pause_ms_p99')} ms (p99)",
         "waits": ", ".join(f"{who} {get('wait_s', {}).get(key, 0):.0f} s" for who, key in waits.items()),

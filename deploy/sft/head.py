@@ -44,6 +44,7 @@ from penstock.trainer import DataError, steps_of
 REFUSALS = (ConfigError, DataError, AgentError, SandboxError, ToolConfigError)
 """The recipe or its data are wrong."""
 REPORT_S = 0.5
+FEW_STEPS = 10
 LINE_S = 2.0
 """Between two lines if standard error is not a terminal."""
 
@@ -76,9 +77,7 @@ def _results(summary: Mapping[str, Any], path: Path) -> str:
     lines = {
         **{subject: f"{first:.4f} -> {last:.4f}" for subject, (first, last) in pairs.items() if last is not None},
         "data": f"{summary['conversations']} conversations, {summary['tokens_trained']:,} tokens of the model's own",
-        "advice": "the loss hardly fell: raise sft.lr (a small model needs about 5e-4) or sft.epochs"
-        if _hardly_fell(summary)
-        else "",
+        "advice": _advice(summary),
         "left out": listed(summary["left_out"]) if summary["left_out"] else "",
         "model": summary["model"],
         "files": str(path),
@@ -87,9 +86,14 @@ def _results(summary: Mapping[str, Any], path: Path) -> str:
     return "\n".join([head, *(f"  {subject:11}{line}" for subject, line in lines.items() if line)])
 
 
-def _hardly_fell(summary: Mapping[str, Any]) -> bool:
+def _advice(summary: Mapping[str, Any]) -> str:
+    """Return what to do about a loss that hardly fell; empty for one that did."""
     first, last = summary["loss_first"], summary["loss_last"]
-    return last is not None and last > 0.95 * first
+    if last is None or last <= 0.95 * first:
+        return ""
+    if summary["steps"] < FEW_STEPS:
+        return f"the loss hardly fell in {summary['steps']} steps: give more conversations, or raise sft.epochs"
+    return "the loss hardly fell: raise sft.lr (a small model needs about 5e-4) or sft.epochs"
 
 
 def load_sft_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -34,7 +34,7 @@ from penstock.rollout_server import context_length, no_torch
 from penstock.testing import EnvCheck
 from penstock.tools import close_tools, make_tools
 from penstock.trainer import write_conversations
-from penstock.transfer_queue import OutcomeKind, Segment, Trajectory, same_reward
+from penstock.transfer_queue import OutcomeKind, Segment, Trajectory, is_reached
 
 NAMED = 5
 """Causes, and bad rows, that are named."""
@@ -127,16 +127,16 @@ def _conversations(config: RunConfig, chat: ChatTokens, findings: Findings) -> I
             except BadDemonstration as error:
                 findings.refuse(error)
     if sft.policy:
-        # Episodes of a policy that earned the full reward.
+        # Episodes of a policy that earned the full reward, or sft.min_reward.
         if config.data.train == NO_TASKS:
             raise ConfigError("sft.policy plays tasks of data.train, and the recipe has none: set data.train")
         rows = rows_of(config, "train", config.sft.policy_rows)
         playing = rehearse_recipe(config, load_object(sft.policy, Path.cwd()), rows)
         with asyncio.Runner() as runner:
             result = run_users_code(runner, playing)
-        rewards = [full_reward(row) for row in rows]
+        rewards = [full_reward(row) if sft.min_reward is None else sft.min_reward for row in rows]
         causes = why_dropped(result, rewards)
-        shown = [one for one in result.trajectories if same_reward(one.reward, rewards[_row(one)])]
+        shown = [one for one in result.trajectories if _is_enough(one, rewards[_row(one)])]
         if not shown:
             raise ConfigError(f"sft.policy: {sft.policy} solved none of {len(rows)} tasks: {listed(causes)}")
         findings.dropped.update(causes)
@@ -188,11 +188,15 @@ def why_dropped(result: EnvCheck, rewards: Sequence[float]) -> Counter[str]:
     causes = Counter(f"failed ({letter.outcome.component}: {letter.outcome.reason})" for letter in result.failures)
     for one in result.trajectories:
         full = rewards[_row(one)]
-        if not same_reward(one.reward, full):
+        if not _is_enough(one, full):
             ended = "" if one.outcome.kind is OutcomeKind.COMPLETED else f", {one.outcome.kind} ({one.outcome.reason})"
             reward = "none" if one.reward is None else f"{one.reward:g}"
-            causes[f"with reward {reward}, not {full:g}{ended}"] += 1
+            causes[f"with reward {reward}, below {full:g}{ended}"] += 1
     return causes
+
+
+def _is_enough(one: Trajectory, reward: float) -> bool:
+    return one.reward is not None and is_reached(one.reward, reward)
 
 
 def _row(one: Trajectory) -> int:

@@ -109,9 +109,9 @@ def test_a_template_that_opens_replies_otherwise_is_refused(tmp_path: Any) -> No
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        ([USER], "ends with one of it"),
-        ([SAYS], "begins with a message to the model"),
-        ([USER, SAYS, USER], "ends with one of it"),
+        ([USER], "ends with role user"),
+        ([SAYS], "begins with role assistant and ends with role assistant"),
+        ([USER, SAYS, USER], "ends with role user"),
         ([USER, SAYS, SAYS], "1 and 2 are both of the model"),
         ([USER, {**SAYS, "weight": 0}], "`weight`"),
         ([USER, {**SAYS, "content": "x<|im_end|>y"}], "ends a turn"),

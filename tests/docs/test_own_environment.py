@@ -73,9 +73,10 @@ def test_the_tutorial_reaches_its_reward(folder: Path) -> None:
     """Command by command, as the page has them."""
     said = [run(folder, *words) for words in commands()]
     means = [float(re.search(r"avg@4\D*([\d.]+)", text)[1]) for text in said if "avg@4" in text]  # type: ignore[index]
-    assert len(means) == 2
-    assert means[0] < 0.25
-    assert means[1] > means[0] + 0.25
+    before, after, with_tool = means
+    assert before < 0.25
+    assert after > before + 0.25
+    assert with_tool >= 0.6
     assert json.loads((folder / "runs/doors/summary.json").read_text())["reward_last"] >= 0.45
     for program in ("worst.py", "use.py"):
         assert run(folder, sys.executable, program).strip()

@@ -157,6 +157,18 @@ def test_the_final_model_then_the_newest_checkpoint(tmp_path: Path) -> None:
     assert (plan.export[1], plan.temperature) == (4, 0.0)
 
 
+def test_results_of_a_reward_are_not_those_of_the_edited_one(tmp_path: Path) -> None:
+    reward = tmp_path / "mine.py"
+    request = EvalRequest(run_folder(tmp_path, 4), overrides=[f"agent.reward={reward}:compute_score"], **TRAIN)
+    code = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {}.0\n"
+    reward.write_text(code.format(1))
+    before = resolve_target(request).settings()
+    assert resolve_target(request).settings() == before
+    reward.write_text(code.format(0))
+    after = resolve_target(request).settings()
+    assert {name for name in after if after[name] != before[name]} == {"code"}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

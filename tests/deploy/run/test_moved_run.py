@@ -35,7 +35,7 @@ def test_a_moved_run_resumes_is_evaluated_and_exported_where_it_is(tmp_path: Pat
     recipe.unlink()
     other = shutil.copytree(MODEL, tmp_path / "other")
     refused = penstock(tmp_path, "run", str(moved), f"model={other}", "--resume", "trainer.steps=3", code=2)
-    assert refused.rstrip().endswith("leave model= out, or choose another name=…")
+    assert f"add model={MODEL}, or continue the run by its folder: penstock run {moved} --resume" in refused
     penstock(tmp_path, "run", str(moved), "--resume", "trainer.steps=3")
     assert [json.loads(line)["step"] for line in (moved / "metrics.jsonl").read_text().splitlines()] == [0, 1, 2]
     penstock(tmp_path, "eval", str(moved), "--split", "train", "--rows", "2", "--n", "1")

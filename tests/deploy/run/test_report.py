@@ -66,8 +66,10 @@ async def test_a_resumed_run_reports_new_steps_only(config: RunConfig, capsys: p
     reporter = Reporter(config, run, MemoryTransferQueue(), [], LivesFile(run.lives), summary="run id")
     write_lines(run.metrics, [full_step(0), full_step(1), full_step(2)])
     reporter._report(None)
+    write_lines(run.metrics, [full_step(number) for number in range(4)])  # the step at Ctrl-C
+    reporter.close()
     printed = capsys.readouterr().err
-    assert [line.split()[1] for line in printed.splitlines() if line.startswith("  step")] == ["3/50"]
+    assert [line.split()[1] for line in printed.splitlines() if line.startswith("  step")] == ["3/50", "4/50"]
 
 
 async def test_blocking_user_code_is_reported_once(
@@ -207,6 +209,8 @@ async def test_updates_that_a_checkpoint_took_along_are_not_counted_as_trained(
     summary = await write_summary(config, run, queue, LivesTotal(1, 1.0, {}))
     assert (summary["episodes_trained"], summary["episodes_update_lost"], summary["lost"]) == (1, 2, 0)
     assert "1 trained, 2 update lost with a checkpoint; none lost" in describe_end(summary, run)
+    shown = describe_end({**summary, "accounts": {"tokens": {"trained": 9.0, "filtered": 1.0}}}, run)
+    assert "of trained episodes, at most 0 versions old; of all, 90.0% trained, 10.0% filtered" in shown
 
 
 async def test_dead_letters_stay_when_the_queue_ends(

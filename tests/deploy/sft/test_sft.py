@@ -259,7 +259,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path) -> None:
     file = messages_in(tmp_path, 3)
     with file.open("a") as more:
         more.write('{"messages": [{"role": "user", "content": "x"}]}\n{"messages": 3}\n')
-    with pytest.raises(BadDemonstration, match=r"messages\.jsonl, line 4: .*ends with one of it"):
+    with pytest.raises(BadDemonstration, match=r"messages\.jsonl, line 4: .*ends with role user"):
         prepared(tmp_path, messages=str(file))
     found = prepared(tmp_path, messages=str(file), bad_rows="skip")
     assert (found.conversations, found.left_out) == (3, {"bad rows": 2})

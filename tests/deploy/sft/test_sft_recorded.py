@@ -141,4 +141,4 @@ def test_an_episode_without_a_reward_is_counted() -> None:
     cancelled = SimpleNamespace(task_id="rehearsal/0", reward=None, outcome=Outcome(OutcomeKind.CANCELLED, "stopped"))
     right = SimpleNamespace(task_id="rehearsal/0", reward=ROUNDED, outcome=COMPLETED)
     check = SimpleNamespace(failures=[], trajectories=[cancelled, right])
-    assert why_dropped(check, [1.0]) == {"with reward none, not 1, cancelled (stopped)": 1}
+    assert why_dropped(check, [1.0]) == {"with reward none, below 1, cancelled (stopped)": 1}
