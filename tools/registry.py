@@ -21,6 +21,18 @@ from penstock.tools.validation import check_schema
 
 CLOSE_DEADLINE_S = 10.0
 log = logging.getLogger(__name__)
+FIELDS: Mapping[str, tuple[type, str]] = {
+    "name": (str, "a text"),
+    "description": (str, "a text"),
+    "parameters": (Mapping, "a JSON schema"),
+}
+"""Parts of a tool that a model is shown, from its class or a `tool_schema`."""
+POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+Made = TypeVar("Made", BaseTool, ToolGroup)
 T = TypeVar("T", bound=type[BaseTool] | type[ToolGroup] | BaseTool)
 
 
@@ -108,6 +120,7 @@ def _make(config: ToolConfig, sandbox: Sandbox | None, load: Callable[[str], Any
         if config.tool_schema is not None:
             _rename(tools, config.tool_schema)
         for tool in tools:
+            _check_fields(tool)
             check_schema(tool.name, tool.parameters)
             tool.guard = ToolGuard(config)
     except (TypeError, ValueError) as error:
@@ -116,12 +129,10 @@ def _make(config: ToolConfig, sandbox: Sandbox | None, load: Callable[[str], Any
 
 
 def _instances(entry: Any, config: ToolConfig, sandbox: Sandbox | None) -> list[BaseTool]:
-    if isinstance(entry, type):
-        _refuse_unknown(config.settings, entry)
     if isinstance(entry, type) and issubclass(entry, ToolGroup):
-        return entry(sandbox, **config.settings).tools()  # type: ignore[call-arg]
+        return _construct(entry, config.settings, sandbox).tools()
     if isinstance(entry, type) and issubclass(entry, BaseTool):
-        return [entry(sandbox, **config.settings)]
+        return [_construct(entry, config.settings, sandbox)]
     if not isinstance(entry, BaseTool):
         raise TypeError(f"it is a {type(entry).__name__}: a BaseTool subclass or a @function_tool is needed")
     if config.settings:
@@ -129,13 +140,18 @@ def _instances(entry: Any, config: ToolConfig, sandbox: Sandbox | None) -> list[
     return [copy.copy(entry)]
 
 
-def _refuse_unknown(settings: Mapping[str, Any], tool: type) -> None:
-    """Raises `TypeError` naming a setting that the tool's constructor does not have."""
-    parameters = list(inspect.signature(tool).parameters.values())[1:]  # the first is the sandbox
-    known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+def _construct(tool: Callable[..., Made], settings: Mapping[str, Any], sandbox: Sandbox | None) -> Made:
+    """The tool. Its constructor's first positional parameter is the sandbox, unless it has a default other than None.
+
+    Raises `TypeError` naming a setting that the constructor does not have.
+    """
+    parameters = list(inspect.signature(tool).parameters.values())
+    before = [one for one in parameters[:1] if one.kind in POSITIONAL and one.default in (None, one.empty)]
+    known = [one.name for one in parameters[len(before) :] if one.kind is not one.VAR_KEYWORD]
     unknown = [name for name in settings if name not in known]
-    if unknown and len(known) == len(parameters):
+    if unknown and len(known) + len(before) == len(parameters):
         raise TypeError(f"unknown setting {unknown[0]!r}; {near_and_known(unknown[0], known)}")
+    return tool(*[sandbox for _ in before], **settings)
 
 
 def _rename(tools: list[BaseTool], schema: Mapping[str, Any]) -> None:
@@ -144,11 +160,20 @@ def _rename(tools: list[BaseTool], schema: Mapping[str, Any]) -> None:
     if len(tools) != 1 or not isinstance(function, Mapping):
         raise ValueError("tool_schema is of one tool: {type: function, function: {name, description, parameters}}")
     (tool,) = tools
-    parameters = function.get("parameters", tool.parameters)
-    described = ArgumentSchema(parameters)
-    for name in ArgumentSchema(tool.parameters).required:
-        if not any(map(described.takes, (name, *tool.aliases.get(name, ())))):
-            raise ValueError(f"tool_schema: its parameters have no {name!r}, which this tool needs")
-    tool.name = function.get("name", tool.name)
-    tool.description = " ".join(function.get("description", tool.description).split())
-    tool.parameters = parameters
+    if "parameters" in function:
+        described = ArgumentSchema(function["parameters"])
+        for name in ArgumentSchema(getattr(tool, "parameters", None)).required:
+            if not any(map(described.takes, (name, *tool.aliases.get(name, ())))):
+                raise ValueError(f"tool_schema: its parameters have no {name!r}, which this tool needs")
+    for field in FIELDS:
+        if field in function:
+            value = function[field]
+            setattr(tool, field, " ".join(value.split()) if isinstance(value, str) else value)
+
+
+def _check_fields(tool: BaseTool) -> None:
+    """Raises `TypeError` naming a field that neither the tool's class nor its `tool_schema` has."""
+    for field, (kind, words) in FIELDS.items():
+        if not isinstance(getattr(tool, field, None), kind):
+            place = "set it in the class, or in tool_schema.function"
+            raise TypeError(f"{type(tool).__name__} has no {field} ({words}): {place}")

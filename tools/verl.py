@@ -27,7 +27,7 @@ def from_verl(entry: Mapping[str, Any]) -> dict[str, Any]:
     for key in IGNORED:
         config.pop(key, None)
     if not class_name.startswith("verl."):
-        fields = {"name": class_name, "settings": config}
+        fields = {"name": class_name, **_concurrency(config), "settings": config}
     else:
         fields = _counterpart(class_name, config, mcp)
     if schema is not None:
@@ -74,10 +74,13 @@ def _counterpart(class_name: str, config: dict[str, Any], mcp: dict[str, Any]) -
 
 
 def _limits(config: dict[str, Any]) -> dict[str, Any]:
-    limits = [int(config.pop(key)) for key in LIMITS if key in config]
     timeouts = [float(config.pop(key)) for key in ("timeout", "default_timeout") if key in config]
-    fields: dict[str, Any] = {"concurrency": min(limits)} if limits else {}
-    return fields | ({"timeout_s": timeouts[0] + MARGIN_S} if timeouts else {})
+    return _concurrency(config) | ({"timeout_s": timeouts[0] + MARGIN_S} if timeouts else {})
+
+
+def _concurrency(config: dict[str, Any]) -> dict[str, Any]:
+    limits = [int(config.pop(key)) for key in LIMITS if key in config]
+    return {"concurrency": min(limits)} if limits else {}
 
 
 def _search(config: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,26 @@ def test_registry_mistakes_in_a_recipe_are_named(name: str, fields: dict[str, An
         make(name, **fields)
 
 
+@pytest.mark.parametrize("keyword_only", [True, False])
+async def test_registry_constructor_may_have_settings_alone(keyword_only: bool) -> None:
+    class Cut(Echo):
+        def __init__(self, max_len: int = 100) -> None:
+            self.max_len = max_len
+
+        async def execute(self, state: Any, arguments: Any) -> ToolResult:
+            return ToolResult(arguments["text"][: self.max_len])
+
+    class CutToo(Cut):
+        def __init__(self, *, max_len: int = 100) -> None:
+            super().__init__(max_len)
+
+    register_tool("cut")(CutToo if keyword_only else Cut)
+    for settings, text in (({}, "abc"), ({"max_len": 2}, "ab")):
+        assert (await make("cut", settings=settings)["echo_it"].execute(None, {"text": "abc"})).text == text
+    with pytest.raises(ToolConfigError, match="unknown setting 'max_length'; did you mean 'max_len'"):
+        make("cut", settings={"max_length": 2})
+
+
 @pytest.mark.parametrize(
     ("names", "needed"), [(["python"], True), (["add", "search"], False), (["add", "shell"], True), (["mcp"], False)]
 )

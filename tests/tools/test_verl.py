@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import yaml
 from pydantic import ValidationError
 
 from penstock.tools import (
+    BaseTool,
     ToolConfig,
     ToolConfigError,
+    ToolResult,
     check_arguments,
     function_tool,
     make_tools,
@@ -60,8 +63,37 @@ def test_verl_verls_search_entry_makes_our_search_tool(tmp_path: Path) -> None:
 
 
 def test_verl_users_own_class_keeps_its_path_and_config() -> None:
-    config = ToolConfig.model_validate({"class_name": "my.tools.Mine", "config": {"type": "native", "size": 3}})
+    entry = {"type": "native", "size": 3, "num_workers": 120, "rate_limit": 8}
+    config = ToolConfig.model_validate({"class_name": "my.tools.Mine", "config": entry, "cut": "head"})
     assert (config.name, config.settings) == ("my.tools.Mine", {"size": 3})
+    assert (config.concurrency, config.cut) == (8, "head")
+
+
+@register_tool("calc")
+class CalcTool(BaseTool):
+    """As in verl: name, description and parameters are in the YAML file alone."""
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
+        return ToolResult(str(arguments["a"] * 2))
+
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def test_verl_class_without_a_schema_takes_it_from_the_file() -> None:
+    function = {"name": "calc_it", "description": "Doubles\na number.", "parameters": PARAMETERS}
+    (tool,) = make_tools([ToolConfig(name="calc", tool_schema={"function": function})], None).values()
+    assert (tool.name, tool.description, tool.parameters) == ("calc_it", "Doubles a number.", PARAMETERS)
+
+
+@pytest.mark.parametrize("field", ["name", "description", "parameters"])
+def test_verl_field_that_neither_class_nor_file_has_is_named(field: str) -> None:
+    function = {"name": "calc_it", "description": "Doubles.", "parameters": PARAMETERS}
+    for lacking in ({key: value for key, value in function.items() if key != field}, {**function, field: None}):
+        with pytest.raises(ToolConfigError, match=f"CalcTool has no {field} "):
+            make_tools([ToolConfig(name="calc", tool_schema={"function": lacking})], None)
+    with pytest.raises(ToolConfigError, match="CalcTool has no name "):
+        make_tools([ToolConfig(name="calc")], None)
 
 
 def test_verl_code_runs_in_recipes_sandbox_and_entry_says_so(caplog: pytest.LogCaptureFixture) -> None:
