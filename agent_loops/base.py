@@ -136,6 +136,8 @@ class AgentLoopBase(ABC):
     config: Mapping[str, Any]
     needs_sandbox: ClassVar[bool] = False
     """True if the loop needs `sandbox` even if the recipe has no tool."""
+    takes_tools: ClassVar[bool] = True
+    """False if its episodes call no tools: a recipe with such loops alone may have none."""
 
     @classmethod
     def require(cls) -> None:

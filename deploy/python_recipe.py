@@ -3,6 +3,7 @@
     SETTINGS = {"model": "…", "trainer.lr": 1e-5}     any setting, dotted or nested
     class Game: reset(seed), step(action)             agent.loop=gymnasium, agent.settings.env
     @function_tool def search(query: str): …          tools
+    class Notes(BaseTool): …                          tools
     def compute_score(…): …                           agent.reward
     TASKS, EVAL_TASKS = […], […]                      data.train, data.eval; see `penstock.datasets.python_tasks`
 
@@ -20,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from penstock.agent_loops import LoadError, load_file
-from penstock.tools import FunctionTool
+from penstock.tools import BaseTool, FunctionTool, ToolGroup
 
 ENV = "agent.settings.env"
 SEEDS = "generate:seeds/{}?train=4096&eval=64&seed=0"
@@ -61,7 +62,8 @@ def _parts(module: ModuleType, file: Path, *, one_game: bool) -> Iterator[tuple[
     """Yields (key, value) of each part that the module defines; imported names are not parts."""
     parts = {name: getattr(part, "function", part) for name, part in vars(module).items()}
     own = [name for name, part in parts.items() if getattr(part, "__module__", "") == module.__name__]
-    classes = [name for name in own if inspect.isclass(parts[name])]
+    tools = [name for name in own if _is_tool(vars(module)[name])]
+    classes = [name for name in own if inspect.isclass(parts[name]) and name not in tools]
     games = [name for name in classes if hasattr(parts[name], "reset") and hasattr(parts[name], "step")]
     halves = [name for name in classes if name not in games and hasattr(parts[name], "reset")]
     if halves and not games and one_game and not hasattr(module, "TASKS"):
@@ -73,10 +75,17 @@ def _parts(module: ModuleType, file: Path, *, one_game: bool) -> Iterator[tuple[
         yield ENV, f"{file}:{games[0]}"
         yield "data.train", SEEDS.format("train")
         yield "data.eval", SEEDS.format("eval")
-    if tools := [name for name in own if isinstance(vars(module)[name], FunctionTool)]:
+    if tools:
         yield "tools", [{"name": f"{file}:{name}"} for name in tools]
     if "compute_score" in own:
         yield "agent.reward", f"{file}:compute_score"
     for key, name in (("data.train", "TASKS"), ("data.eval", "EVAL_TASKS")):
         if hasattr(module, name):
             yield key, f"{file}:{name}"
+
+
+def _is_tool(part: Any) -> bool:
+    """Return True for a @function_tool, and for a class of tools that can be made."""
+    if inspect.isclass(part):
+        return issubclass(part, BaseTool | ToolGroup) and not inspect.isabstract(part)
+    return isinstance(part, FunctionTool)

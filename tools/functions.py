@@ -131,6 +131,9 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{function.__name__}: parameter {parameter.name!r} must be an ordinary named one")
+        if parameter.name in {"self", "cls"} - set(hints):
+            problem = "@function_tool takes functions, not methods; subclass BaseTool for a tool with state"
+            raise TypeError(f"{function.__name__}: {problem}")
         if parameter.name not in hints:
             raise TypeError(f"{function.__name__}: parameter {parameter.name!r} needs a type hint")
     hints.pop("return", None)

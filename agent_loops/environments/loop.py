@@ -66,6 +66,7 @@ class EnvironmentLoop(AgentLoopBase):
     """Base of loops on environments: write `open`."""
 
     settings_kind: ClassVar[type[EnvironmentSettings]] = EnvironmentSettings
+    takes_tools: ClassVar[bool] = False
     settings: Any
     _environment: Environment | None = None
 

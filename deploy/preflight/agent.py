@@ -53,7 +53,9 @@ def check_template(config: RunConfig) -> Check | None:
     except SandboxError:
         return skipped("chat template", "it needs the tools, and they a sandbox: see `sandbox`")
     except (ToolConfigError, LoadError) as error:
-        return refused("tools", error, "correct this entry of `tools` in the recipe")
+        of_verl = "No module named 'verl" in str(error)
+        own = "derive the class from penstock.tools.BaseTool (docs/from/verl.md)"
+        return refused("tools", error, own if of_verl else "correct this entry of `tools` in the recipe")
 
 
 def _verify_template(config: RunConfig, tools: Mapping[str, BaseTool]) -> Check:
@@ -76,27 +78,42 @@ def _verify_template(config: RunConfig, tools: Mapping[str, BaseTool]) -> Check:
 
 
 def check_loop(config: RunConfig) -> Check | None:
+    """Check that the loops of recipe and rows load, and that one of them calls the recipe's tools."""
     from penstock.agent_loops import LoadError, find_loop
 
     if not config.agent.workers:
         return None  # episodes are leased by somebody else
-    names = list(dict.fromkeys([*config.agent.loops, *sorted(_named_by_rows(config))]))
-    for name in names:
+    name, of_rows = "agent.loop", _named_by_rows(config)
+    loops = {}
+    for loop in dict.fromkeys([*config.agent.loops, *sorted(of_rows)]):
         try:
-            find_loop(name, Path())
+            loops[loop] = find_loop(loop, Path())
         except LoadError as error:
-            return refused("agent.loop", error, "set agent.loop to a known name, a dotted path or FILE.py:NAME")
-    return Check("agent.loop", True, ", ".join(names))
+            if loop in config.agent.loops:
+                return refused(name, error, "set agent.loop to a known name, a dotted path or FILE.py:NAME")
+            fix = "correct the column; rows without agent_name, or with none, are played by agent.loop"
+            return refused(name, LoadError(f"{of_rows[loop]}, column agent_name: {error}"), fix)
+    if config.tools and not any(loop.takes_tools for loop in loops.values()):
+        tools = ", ".join(tool.name for tool in config.tools)
+        fix = "use TASKS (data.train) in place of the environment, or leave out the tools"
+        return Check(name, False, f"{', '.join(loops)} takes no tools, and the recipe has {tools}", fix)
+    return Check(name, True, ", ".join(loops))
 
 
-def _named_by_rows(config: RunConfig) -> set[str]:
+def _named_by_rows(config: RunConfig) -> dict[str, str]:
+    """The loop in a column agent_name → its first row."""
     from penstock.trainer import DataError, load_rows
 
     files = [spec for spec in (config.data.train, config.data.eval) if spec and not is_generated(spec)]
+    found: dict[str, str] = {}
     try:
-        return {row.agent_name for spec in files for row in load_rows(spec) if row.agent_name}
+        for spec in files:
+            for number, row in enumerate(load_rows(spec), start=1):
+                if row.agent_name:
+                    found.setdefault(row.agent_name, f"{spec}, row {number}")
     except DataError:
-        return set()  # `check_data` says so
+        return {}  # `check_data` says so
+    return found
 
 
 NAME = "agent.reward"
@@ -286,7 +303,8 @@ def check_prompts(config: RunConfig) -> Check | None:
     return Check(
         "prompts",
         lengths[longest] <= room,
-        f"the longest of {len(lengths)}, row {longest + 1}, has {lengths[longest]} tokens; {room} fit with an answer",
+        f"of {len(lengths)} rows checked, row {longest + 1} is the longest: {lengths[longest]} tokens;"
+        f" {room} fit next to an answer",
         f"set rollout.max_model_len to {lengths[longest] + response} or more, lower {_bound(config, response)},"
         " or leave long rows out of the data",
     )

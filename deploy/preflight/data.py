@@ -68,16 +68,24 @@ def check_data(config: RunConfig) -> Check:
                 continue
             rows = load_rows(spec)
         except (DataError, BadSpec) as error:
-            fix = (
-                "set data.train and data.eval to a Parquet or JSON lines file, generate:NAME or harbor:FOLDER;"
-                " the first lines of a recipe that ships have the commands that make its files"
-            )
-            return Check("data", False, str(error), fix)
+            return Check("data", False, str(error), _fix(str(error)))
         if config.rollout.engine in BLIND and any(row.has_images for row in rows):
             detail = f"{spec} has images, of which rollout.engine={config.rollout.engine} makes its own pixels"
             return Check("data", False, detail, "set rollout.engine=vllm or hf")
         counts.append(f"{len(rows)} rows in {spec}")
     return Check("data", True, "; ".join(counts) or "generated for the run")
+
+
+def _fix(problem: str) -> str:
+    if "is missing; found" in problem:
+        needed = "prompt, data_source and reward_model.ground_truth"
+        return f"give every row {needed} (docs/guide/data.md); a column of another name is renamed"
+    if ", row " in problem:
+        return "correct the row, or leave it out; docs/guide/data.md describes the columns"
+    return (
+        "set data.train and data.eval to a Parquet or JSON lines file, generate:NAME or harbor:FOLDER;"
+        " the first lines of a recipe that ships have the commands that make its files"
+    )
 
 
 def check_curriculum(config: RunConfig) -> Check | None:

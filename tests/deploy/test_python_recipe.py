@@ -29,6 +29,17 @@ def add(a: int, b: int) -> int:
     return a + b
 def compute_score(data_source, solution_str, ground_truth, extra_info): ...
 """
+CLASSES = """
+from penstock.tools import BaseTool, PythonTool, ToolGroup
+SETTINGS = {"model": "m"}
+TASKS = [("1+1?", "2")]
+class Half(BaseTool): ...
+class Dial(Half):
+    async def execute(self, state, arguments): ...
+    def reset(self): ...
+class Locks(ToolGroup):
+    def tools(self): ...
+"""
 
 
 def load(folder: Path, text: str, *overrides: str) -> RunConfig:
@@ -51,6 +62,13 @@ def test_parts_are_defaults_of_their_keys(tmp_path: Path) -> None:
     assert config.data.eval == "generate:calculator/train"
     config = load(tmp_path, TOOLS, "agent.reward=")
     assert ([tool.name for tool in config.tools], config.data.train) == (["python"], "generate:calculator/train")
+
+
+def test_tool_classes_that_the_file_defines_are_tools(tmp_path: Path) -> None:
+    config = load(tmp_path, CLASSES)
+    assert [tool.name.rpartition(":")[2] for tool in config.tools] == ["Dial", "Locks"]
+    config = load(tmp_path, CLASSES, "tools=[python]")
+    assert [tool.name for tool in config.tools] == ["python"]
 
 
 @pytest.mark.parametrize(

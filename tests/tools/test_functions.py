@@ -159,6 +159,13 @@ def test_function_tool_functions_that_cannot_be_tools_say_why() -> None:
     with pytest.raises(TypeError, match="parameter 'x' needs a type hint"):
         function_tool(lambda x: x)
 
+    with pytest.raises(TypeError, match="takes functions, not methods; subclass BaseTool"):
+
+        class Shelf:
+            @function_tool
+            def stock(self, shelf: int) -> int:
+                return shelf
+
     def many(*args: int) -> int:
         return sum(args)
 

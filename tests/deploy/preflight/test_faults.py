@@ -218,6 +218,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
     """The overrides that have a dataset of these rows and a file with rewards."""
     monkeypatch.setenv("PENSTOCK_REWARD_TOKEN", "of-the-server")
     (tmp_path / "reward.py").write_text(REWARDS)
+    (tmp_path / "of_verl.py").write_text("from verl.tools.base_tool import BaseTool as Tool\n")
 
     def write(rows: list[dict[str, Any]], overrides: list[str]) -> list[str]:
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -230,9 +231,15 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
 @pytest.mark.parametrize(
     ("check", "rows", "overrides", "name", "fix"),
     [
-        (check_data, [GOOD, without("prompt")], [], "data", "row 2: column 'prompt' is missing"),
+        (
+            check_data,
+            [GOOD, without("prompt")],
+            [],
+            "data",
+            "row 2: column 'prompt' is missing.*; give every row prompt, data_",
+        ),
         (check_data, [without("data_source")], [], "data", "row 1: column 'data_source' is missing"),
-        (check_data, [GOOD, {**GOOD, "prompt": []}], [], "data", "row 2"),
+        (check_data, [GOOD, {**GOOD, "prompt": []}], [], "data", "row 2.*; correct the row"),
         (check_data, [GOOD, {**GOOD, "reward_model": {"ground_truth": 2**100}}], [], "data", "row 2.*reward_model"),
         (
             check_data,
@@ -244,7 +251,15 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         (check_data, [SEEN], ["rollout.engine=sglang"], "data", r"rollout\.engine=vllm or hf"),
         (check_prompts, [GOOD, LONG], [], "prompts", r"rollout\.max_model_len to \d+ or more"),
         (check_prompts, [GOOD, SEEN], [], "prompts", r"rows\.jsonl, row 2: .*takes no images"),
-        (check_loop, [GOOD, {**GOOD, "agent_name": "someone"}], [], "agent.loop", "unknown agent loop 'someone'"),
+        (
+            check_loop,
+            [GOOD, {**GOOD, "agent_name": "someone"}, {**GOOD, "agent_name": "someone"}],
+            [],
+            "agent.loop",
+            r"rows\.jsonl, row 2, column agent_name: unknown agent loop 'someone'.*; correct the column",
+        ),
+        (check_loop, [GOOD], ["agent.loop=gymnasium"], "agent.loop", "gymnasium takes no tools.*has python"),
+        (check_template, [GOOD], ["tools=[FOLDER/of_verl.py:Tool]"], "tools", r"penstock\.tools\.BaseTool"),
         (
             check_reward,
             of_source("openai/gsm8k", "elsewhere"),
@@ -285,6 +300,8 @@ def test_rows_that_cannot_be_trained_on(
     ("check", "rows", "overrides"),
     [
         (check_data, [SEEN], []),
+        (check_loop, [GOOD], ["agent.loop=gymnasium", "tools=[]"]),
+        (check_loop, [GOOD, {**GOOD, "agent_name": "tool_agent"}], ["agent.loop=gymnasium"]),
         (check_data, [GOOD], ["rollout.engine=sglang"]),
         (
             check_reward,
