@@ -187,7 +187,6 @@ async def _reward(episode: GatewaySession, outputs: Sequence[AgentLoopOutput]) -
         "final_text": decode(last.choice.token_ids, special=False),
         "num_turns": len(episode.history.turns),
         "tool_calls": tool_calls_of(episode),
-        "tool_rewards": {},
     }
     solution = texts[episode.history.segments.index(last.segment)]
     score = await episode.context.reward.score_once(task, solution, further, outputs, episode.record)

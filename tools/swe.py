@@ -130,5 +130,10 @@ class SweSubmit(_SweTool, Submit):
 
 
 def tool_reward(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
-    """`agent.reward` where the tools' own rewards are it, and an episode without a call earns nothing."""
+    """`agent.reward` where the tools' own rewards are it, and an episode without a call earns nothing.
+
+    Raises `ValueError` for a recorded episode: its client has tools of its own, and nothing here grades it.
+    """
+    if "tool_rewards" not in extra_info:
+        raise ValueError("a recorded episode has no tools here that grade it: its client posts the reward")
     return float(sum(extra_info["tool_rewards"].values()))

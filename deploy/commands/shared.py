@@ -92,8 +92,12 @@ def show_progress(text: str) -> None:
 
 
 def folder_of_run(run: str, runs_dir: Path) -> Path:
-    """Raises `ConfigError` if the run does not exist."""
-    root = Path(run) if Path(run).is_dir() or Path(run).name != run else runs_dir / run
+    """Return the folder of a run; a folder here that has its name and is no run does not hide it.
+
+    Raises `ConfigError` if the run does not exist.
+    """
+    here = Path(run)
+    root = here if here.name != run or (here / RUN_FILE).is_file() else runs_dir / run
     if not root.is_dir():
         raise ConfigError(no_such_run(root.parent, root.name))
     return root

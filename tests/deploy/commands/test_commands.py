@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import penstock
 from penstock.deploy import RunConnection, app
-from penstock.deploy.commands.shared import recipe_or_run, run_or_path
+from penstock.deploy.commands.shared import folder_of_run, recipe_or_run, run_or_path
 from penstock.deploy.run.connection import INTERACTIVE
 from penstock.transfer_queue import (
     DataCursor,
@@ -195,6 +195,9 @@ def test_the_name_of_a_run_stands_for_its_folder(tmp_path: Path, monkeypatch: py
     assert run_or_path(Path("other")) == Path("other"), "what is here comes first"
     assert run_or_path(Path("nothing")) == Path("nothing")
     assert recipe_or_run(Path("mine")) == Path("runs/mine/config.yaml")
+    assert folder_of_run("other", Path("runs")) == Path("runs/other"), "the folder here is no run"
+    (tmp_path / "other" / "config.yaml").write_text("name: other")
+    assert folder_of_run("other", Path("runs")) == Path("other")
 
 
 @pytest.mark.parametrize(
