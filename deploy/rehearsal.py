@@ -18,8 +18,9 @@ def rows_of(config: RunConfig, split: str, limit: int = 0) -> list[DatasetRow]:
     """The first `limit` rows (0: all) of split ``train`` or ``eval``. Raises `DataError`, `ConfigError`."""
     sources = {name: path for name, path in (("train", config.data.train), ("eval", config.data.eval)) if path}
     if split not in sources:
-        part = " (EVAL_TASKS of a Python file)" if split == "eval" else ""
-        raise ConfigError(f"data.{split} is not set{part}: set it, or use --split {' or '.join(sources)}")
+        unset = "data.eval is not set (EVAL_TASKS of a Python file): set it, or use"
+        part = unset if split == "eval" else f"--split {split}: use"
+        raise ConfigError(f"{part} --split {' or '.join(sources)}")
     with tempfile.TemporaryDirectory() as folder:
         try:
             return load_rows(materialise(sources[split], Path(folder)), limit)

@@ -127,7 +127,7 @@ def test_an_episode_without_a_reward_is_shown(policies: str, monkeypatch: pytest
     ("words", "message"),
     [
         ("--policy {}:lefft", "has no 'lefft'"),
-        ("--policy {}:right --split test", "--split train or eval, not test"),
+        ("--policy {}:right --split test", "--split test: use --split train or eval"),
         ("--policy {}:right data.train=nowhere.parquet", "nowhere.parquet: no such file"),
         ("--policy {}:right --expect much", "--expect much: give a number, or full"),
     ],
