@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.deploy.commands.shared import refuse, user_errors
+from penstock.deploy.commands.shared import refuse
 
 if TYPE_CHECKING:
     from penstock.dashboard import Tokens
@@ -33,7 +33,7 @@ def dashboard(
         refuse(f"{runs_dir} is a file; give the folder that holds the runs")
     if (runs_dir / "config.yaml").is_file():
         refuse(f"{runs_dir} is a run; give the folder that holds it: penstock dashboard {runs_dir.parent}")
-    tokens = _tokens()
+    tokens, is_new = _tokens()
     if not any(runs_dir.glob("*/config.yaml")):
         state = "no run in it yet" if runs_dir.is_dir() else "no such folder yet"  # placements start the page first
         typer.echo(f"{runs_dir.resolve()}: {state}; the page shows runs as they come", err=True)
@@ -44,24 +44,25 @@ def dashboard(
 
         named = all(os.environ.get(name) for name in (URL_VARIABLE, RUN_VARIABLE, TOKEN_VARIABLE))
         queues = FolderQueues(runs_dir.resolve(), RunConnection.from_environment() if named else None)
-        await serve_page(runs_dir.resolve(), queues, tokens, host=host, port=port, say=_print_page)
+        await serve_page(runs_dir.resolve(), queues, tokens, host=host, port=port, say=say)
 
-    with user_errors(CannotListen):
+    def say(url: str) -> None:
+        if is_new:
+            typer.echo(f"token for signing in: {tokens.write}", err=True)
+        typer.echo(f"page: {url}", err=True)
+
+    try:
         run_role(role)
+    except CannotListen as error:
+        refuse(f"--port: {error}")
 
 
-def _print_page(url: str) -> None:
-    typer.echo(f"page: {url}", err=True)
-
-
-def _tokens() -> Tokens:
+def _tokens() -> tuple[Tokens, bool]:
+    """Return the tokens, and whether the one for signing in is new."""
     from penstock.dashboard import Tokens
     from penstock.deploy.run.connection import TOKEN_VARIABLE, VIEW_TOKEN_VARIABLE
 
     write, read = os.environ.get(TOKEN_VARIABLE), os.environ.get(VIEW_TOKEN_VARIABLE, "")
-    if not write:
-        write = secrets.token_urlsafe(24)
-        typer.echo(f"token for signing in: {write}", err=True)
-    if read == write:
+    if read and read == write:
         raise typer.BadParameter(f"{VIEW_TOKEN_VARIABLE} and {TOKEN_VARIABLE} are the same")
-    return Tokens(write, read)
+    return Tokens(write or secrets.token_urlsafe(24), read), not write

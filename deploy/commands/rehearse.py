@@ -106,7 +106,8 @@ async def _play(config: RunConfig, policy: Policy, rows: list[DatasetRow], *, qu
 
 def _figures(result: EnvCheck) -> dict[str, Any]:
     rewards, trajectories = result.rewards, result.trajectories
-    outcomes = Counter(" ".join(filter(None, (one.outcome.kind, one.outcome.reason))) for one in trajectories)
+    kinds = ((one.outcome.kind, f" ({one.outcome.reason})" if one.outcome.reason else "") for one in trajectories)
+    outcomes = Counter(f"{kind}{reason}" for kind, reason in kinds)
     means = {
         name: fmean(one.metrics.get(name, 0.0) for one in trajectories) if trajectories else 0.0
         for name in ("num_turns", "tool_calls", "tool_errors", "response_tokens", "latency_s")
