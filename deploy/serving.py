@@ -23,14 +23,9 @@ from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_con
 from penstock.deploy.preflight.service import KEYS_VARIABLE
 from penstock.deploy.preflight.suite import refuse_doomed, service_checks
 from penstock.deploy.run.connection import RedisLost, RunConnection, connect_file, limits_of
-from penstock.deploy.run.launcher import (
-    Interrupted,
-    identity_of,
-    open_queue,
-    open_weights,
-    run_headed,
-    until_interrupted,
-)
+from penstock.deploy.run.head_lease import run_headed
+from penstock.deploy.run.identity import identity_of
+from penstock.deploy.run.launcher import Interrupted, open_queue, open_weights, until_interrupted
 from penstock.deploy.run.plan import rollout_role, service_roles
 from penstock.deploy.run.processes import RoleFailed
 from penstock.deploy.run.roles import context_of, fatal, sole_trainer, watched

@@ -102,7 +102,7 @@ def _can_continue(config: RunConfig | None) -> bool:
 def _nothing_left(config: RunConfig, overrides: Sequence[str] = ()) -> str:
     """Return a sentence if all steps of the run in this folder are trained, else an empty text. It names those of
     `overrides` that the run did not have."""
-    from penstock.deploy.run.launcher import changed_settings
+    from penstock.deploy.run.identity import changed_settings
 
     run = RunDir.of(config)
     try:

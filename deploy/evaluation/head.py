@@ -33,14 +33,9 @@ from penstock.deploy.evaluation.report import table_of, write_report
 from penstock.deploy.evaluation.target import EvalPlan, EvalRequest, export_model, resolve_target
 from penstock.deploy.preflight.suite import evaluation_checks, refuse_doomed
 from penstock.deploy.run.connection import RedisLost, RunConnection, connect_file, limits_of
-from penstock.deploy.run.launcher import (
-    Interrupted,
-    identity_of,
-    open_queue,
-    open_weights,
-    run_headed,
-    until_interrupted,
-)
+from penstock.deploy.run.head_lease import run_headed
+from penstock.deploy.run.identity import identity_of
+from penstock.deploy.run.launcher import Interrupted, open_queue, open_weights, until_interrupted
 from penstock.deploy.run.plan import agent_role, rollout_role
 from penstock.deploy.run.processes import RoleFailed
 from penstock.deploy.run.supervisor import LocalPlacement, StalledRun, Supervisor, Watchdog

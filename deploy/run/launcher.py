@@ -8,27 +8,20 @@ Tasks: one per role (waits for its process), one for redis (restarts it), one re
 every second), and those of the placement. The first that ends, ends the run; the others are cancelled and the
 processes stopped in order: trainer (saves a checkpoint), agent workers (hand leases back), rollout servers, redis.
 
-One process heads a run:
-
-    run.id in the run's folder ─► RunIdentity ─► create_run: another run of this name in the queue is refused
-    claim ─► renew every RENEW_S ─► release      a second head waits for the first one's lease, or is refused
-
-The lock on the run's folder (`run_dir.RunLock`) keeps a second head away on one file system. The lease in the queue
-does so for heads that share only the queue, and where a lock on a network file system has lapsed.
+One process heads a run, and a run has one identity (`identity`). The lock on the run's folder (`run_dir.RunLock`) keeps
+a second head away on one file system. The lease in the queue (`head_lease`) does so for heads that share only the
+queue, and where a lock on a network file system has lapsed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import secrets
 import signal
-import socket
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -40,10 +33,7 @@ import yaml
 from penstock.common import (
     NotPrivate,
     keep_logs_bounded,
-    process_has_ended,
-    process_identity,
     rewrite_jsonl,
-    write_atomically,
 )
 from penstock.datasets import BadSpec, materialise_all
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
@@ -57,6 +47,8 @@ from penstock.deploy.run.connection import (
     own_redis,
     redis_login,
 )
+from penstock.deploy.run.head_lease import run_headed
+from penstock.deploy.run.identity import changed_settings, describe_found, identity_of, refuse_another_model
 from penstock.deploy.run.plan import ADDED, page_roles, roles_of
 from penstock.deploy.run.processes import RoleFailed, RoleProcess
 from penstock.deploy.run.report import BudgetSpent, Reporter, load_plotting, restarts_of, write_summary
@@ -65,14 +57,8 @@ from penstock.deploy.run.weights_folder import remove_weights, weights_entered
 from penstock.deploy.run_dir import LivesFile, RunDir, RunLock
 from penstock.deploy.telemetry.metrics import RoleState, head_served
 from penstock.transfer_queue import (
-    Head,
-    QueueError,
     QueueUnavailable,
     RedisTransferQueue,
-    RunIdentity,
-    RunRecord,
-    Status,
-    TransferQueue,
     check_step_bytes,
 )
 
@@ -100,7 +86,7 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
     run = RunDir.of(config)
     with RunLock(run, resume=resume):
         if resume:
-            _refuse_another_model(run, config)
+            refuse_another_model(run, config)
         run.logs.mkdir(exist_ok=True)
         config = _with_files(config, run)
         limits = limits_of(config)
@@ -284,137 +270,3 @@ async def until_interrupted(main: asyncio.Task[Any] | None, *, trains: bool = Tr
 
 class Interrupted(Exception):
     """Ctrl-C or SIGTERM: the run was stopped in order and can be resumed."""
-
-
-HEAD_TTL_S = 30.0
-"""A head that has not renewed its lease for this long has lost the run."""
-RENEW_S = 5.0
-POLL_S = 1.0
-
-
-class HeadTaken(QueueError):
-    """Another `penstock run` owns the run; the message names it."""
-
-
-def identity_of(config: RunConfig, run: RunDir) -> RunIdentity:
-    """The id is made with the run's folder. Of the model only its name counts: folders differ between machines."""
-    if not run.identity.exists():
-        write_atomically(run.identity, secrets.token_hex(8) + "\n", mode=0o600, durable=True)
-    digest = hashlib.sha256(dump_config(config).encode()).hexdigest()
-    return RunIdentity(run.identity.read_text().strip(), digest[:16], Path(config.model).name)
-
-
-def _refuse_another_model(run: RunDir, config: RunConfig) -> None:
-    """Raises `ConfigError`. Of a model only its name counts, as in `identity_of`."""
-    if not run.config.exists():
-        return
-    began = yaml.safe_load(run.config.read_text())["model"]
-    if Path(began).name != Path(config.model).name:
-        began = run.root / began if (run.root / began).exists() else began
-        raise ConfigError(
-            f"model: run {run.root.name} began with {began}, and this command has {config.model}; add model={began}, "
-            f"or continue the run by its folder: penstock run {run.root} --resume"
-        )
-
-
-def changed_settings(run: RunDir, config: RunConfig) -> list[str]:
-    """``KEY: OLD → NEW`` of each setting in which the run's file differs, and the Python files that were edited.
-
-    A moved folder is not a change.
-    """
-    if not run.config.exists():
-        return []
-    old, new = (_leaves(yaml.safe_load(text)) for text in (run.config.read_text(), dump_config(config, run.root)))
-    keys = (key for key in sorted(old.keys() | new.keys()) if old.get(key, "unset") != new.get(key, "unset"))
-    edited = [f"{file}: edited since" for file in run.changed_code(config)]
-    return [*(f"{key}: {old.get(key, 'unset')} → {new.get(key, 'unset')}" for key in keys), *edited]
-
-
-def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every setting by its dotted key."""
-    leaves: dict[str, Any] = {}
-    for key, value in settings.items():
-        leaves |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return leaves
-
-
-def describe_found(record: RunRecord | None, status: Status, identity: RunIdentity, changes: Sequence[str] = ()) -> str:
-    """Describe the run that `--resume` continues, in one line. `changes`: see `changed_settings`."""
-    if record is None:
-        return f"run {identity.run_id}: it is new in this queue; it continues from a checkpoint if there is one"
-    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - record.age_s))
-    again = status.step - status.committed_step
-    line = f"run {identity.run_id}, begun {since}: its checkpoint has {status.committed_step} steps" + (
-        f"; of the steps after it, {again} are recorded and trained again" if again else ""
-    )
-    if not changes:
-        return line
-    line += f"; its settings have changed ({', '.join(changes)})"
-    # Settings that decide which row has which place in the data stream.
-    if any(change.startswith(f"{key}: ") for change in changes for key in ("seed", "data.train", "data.shuffle")):
-        line += "; rows come in another order from here on: some of this epoch are repeated, others left out"
-    return line
-
-
-class HeadLease:
-    """The right to head a run, kept in its queue. Every call is one script there."""
-
-    def __init__(
-        self, queue: TransferQueue, *, ttl_s: float = HEAD_TTL_S, renew_s: float = RENEW_S, poll_s: float = POLL_S
-    ) -> None:
-        self._queue = queue
-        self._ttl_s, self._renew_s, self._poll_s = ttl_s, renew_s, poll_s
-        self.holder = f"{socket.gethostname()}, process {os.getpid()} ({process_identity()})"
-        """This process, for people and as `process_identity`."""
-
-    async def claim(self) -> None:
-        """Waits for the lease of a head that has died. Raises `HeadTaken` as soon as the other one renews its lease."""
-        head = await self._claim()
-        if head is not None and process_has_ended(head.holder.rpartition("(")[2].rstrip(")")):
-            head = await self._claim(dead=head.holder)
-        if head is not None:
-            logger.warning("the run's head was %s; its lease ends in %.0f s, unless it lives", head.holder, head.left_s)
-        while head is not None:
-            await asyncio.sleep(self._poll_s)
-            before, head = head, await self._claim()
-            if head is not None and (head.holder != before.holder or head.left_s > before.left_s):
-                raise HeadTaken(
-                    f"{head.holder} heads this run and is alive: a run has one `penstock run`. "
-                    "Stop that one, or choose another name=…"
-                )
-
-    async def keep(self) -> None:
-        """Renews until cancelled. Raises `HeadTaken` where another head has taken the run over."""
-        while True:
-            await asyncio.sleep(self._renew_s)
-            try:
-                head = await self._claim()
-            except QueueUnavailable as error:
-                # No other head can take the lease over meanwhile; whether the run can wait, its roles decide.
-                logger.warning("the head's lease is not renewed: %s", error)
-                continue
-            if head is not None:
-                raise HeadTaken(
-                    f"{head.holder} has taken this run over: this head was silent for more than {self._ttl_s:.0f} s"
-                )
-
-    async def release(self) -> None:
-        await self._queue.release_head(self.holder)
-
-    async def _claim(self, dead: str = "") -> Head | None:
-        return await self._queue.claim_head(self.holder, self._ttl_s, dead)
-
-
-@contextlib.asynccontextmanager
-async def run_headed(queue: TransferQueue) -> AsyncIterator[asyncio.Task[None]]:
-    """Entered when this process owns the run; the task keeps the lease, and ends by raising `HeadTaken`."""
-    lease = HeadLease(queue)
-    await lease.claim()
-    keeping = asyncio.create_task(lease.keep(), name="head lease")
-    try:
-        yield keeping
-    finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-        with contextlib.suppress(QueueError):  # it ends by itself
-            await lease.release()

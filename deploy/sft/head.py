@@ -32,7 +32,8 @@ from penstock.deploy.preflight.settings import check_training_engine
 from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import refuse_doomed
 from penstock.deploy.run.connection import connect_file
-from penstock.deploy.run.launcher import Interrupted, changed_settings, until_interrupted
+from penstock.deploy.run.identity import changed_settings
+from penstock.deploy.run.launcher import Interrupted, until_interrupted
 from penstock.deploy.run.plan import SUPERVISOR_S, trainer_stop_s
 from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir, RunLock, require_run

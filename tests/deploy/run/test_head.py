@@ -17,15 +17,9 @@ from penstock.common import process_has_ended, process_identity
 from penstock.deploy import RunConfig, RunConnection, RunDir, load_config
 from penstock.deploy.config import dump_config
 from penstock.deploy.run.connection import connect_file
-from penstock.deploy.run.launcher import (
-    HeadLease,
-    HeadTaken,
-    _with_files,
-    changed_settings,
-    describe_found,
-    identity_of,
-    launch,
-)
+from penstock.deploy.run.head_lease import HeadLease, HeadTaken
+from penstock.deploy.run.identity import changed_settings, describe_found, identity_of
+from penstock.deploy.run.launcher import _with_files, launch
 from penstock.testing import MemoryTransferQueue
 from penstock.trainer import DataConfig
 from penstock.transfer_queue import Limits, RedisServer, RunTaken, TransferQueueConfig
@@ -100,7 +94,7 @@ async def test_a_launch_is_refused_beside_a_living_head(tmp_path: Path, monkeypa
 
     monkeypatch.setattr("penstock.deploy.run.launcher._run_roles", run_roles)
     monkeypatch.setattr("penstock.deploy.run.launcher.RunLock", lambda *_, **__: contextlib.nullcontext())
-    monkeypatch.setattr("penstock.deploy.run.launcher.process_identity", lambda: next(names))  # as in two processes
+    monkeypatch.setattr("penstock.deploy.run.head_lease.process_identity", lambda: next(names))  # as in two processes
     monkeypatch.setitem(HeadLease.__init__.__kwdefaults__, "renew_s", 0.05)
     monkeypatch.setitem(HeadLease.__init__.__kwdefaults__, "poll_s", 0.05)
     monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", "a-test-password")
