@@ -72,7 +72,7 @@ def _print_summary(migration: Migration, everything: bool) -> None:
         for key, why in migration.account.ignored.items():
             typer.echo(f"{key}: nothing to set; {why}", err=True)
     for one in migration.account.unmapped:
-        typer.secho(f"not taken over: {one.key}={one.value}: {one.why}", fg="yellow", err=True)
+        typer.secho(f"not taken over: {one.key}={one.value} ({one.why})", fg="yellow", err=True)
     for note in migration.notes:
         typer.secho(f"note: {note}", fg="yellow", err=True)
     sizes = len(migration.account.mapped), len(migration.account.unmapped), len(migration.account.ignored)

@@ -6,50 +6,83 @@ A rule yields (our key, value); `note` says what a person must know, `lose` that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from penstock.deploy.migrate.run_rules import data
-from penstock.deploy.migrate.settings import ACTOR, Setting, VerlSettings
+from penstock.deploy.migrate.settings import ACTOR, V1_MODES, Setting, VerlSettings
 
-LOSSES = {
-    "vanilla": "ppo",
-    "gspo": "gspo",
-    "cispo": "cispo",
-    "sapo": "sapo",
-    "clip_cov": "clip_cov",
-    "kl_cov": "kl_cov",
+CORRECTION = "algorithm.rollout_correction"
+
+_CLIPS: dict[str, tuple[str, ...]] = {
+    "clip_low": ("clip_ratio_low", "clip_ratio"),
+    "clip_high": ("clip_ratio_high", "clip_ratio"),
 }
+LOSSES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "vanilla": ("ppo", {**_CLIPS, "dual_clip": ("clip_ratio_c",)}),
+    "gspo": ("gspo", _CLIPS),
+    "cispo": ("cispo", _CLIPS),
+    "sapo": ("sapo", {"tau_positive": ("tau_pos",), "tau_negative": ("tau_neg",)}),
+    "clip_cov": (
+        "clip_cov",
+        {
+            **_CLIPS,
+            "share": ("policy_loss.clip_cov_ratio",),
+            "lower": ("policy_loss.clip_cov_lb",),
+            "upper": ("policy_loss.clip_cov_ub",),
+        },
+    ),
+    "kl_cov": ("kl_cov", {"share": ("policy_loss.kl_cov_ratio",), "kl_weight": ("policy_loss.ppo_kl_coef",)}),
+}
+"""verl's loss → ours, and its settings: our name → verl's below actor, of which the first that is given counts."""
+MEANS_OF_SEQUENCES = ("gspo", "sapo")
+"""Losses that verl aggregates as seq-mean-token-mean, without regard to loss_agg_mode."""
+LEVELS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+"""verl's rejections by a ratio → the level of ours."""
+SCORE_METRICS = (None, "reward", "score", "seq_reward", "seq_final_reward")
+"""Metrics of verl's filter of groups that are the reward which decides here."""
 ADVANTAGES = ("gae", "grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def staleness(verl: VerlSettings) -> Iterator[Setting]:
+    if verl["trainer.v1.trainer_mode"] not in (None, *V1_MODES):
+        verl.lose(
+            "trainer.v1.trainer_mode",
+            f"not a mode of verl that is known here ({', '.join(V1_MODES)}); sync is used instead",
+        )
     yield "max_staleness", verl.staleness
     if verl.v1_mode != "sync":
         if verl["trainer.v1.sampler.max_off_policy_strategy"] == "drop":
             verl.note(
-                "max_off_policy_strategy: here a group waits before it starts (wait); none is dropped for its age"
+                "max_off_policy_strategy=drop: here no group is dropped for its age, since one starts only if it can "
+                "still be trained in time"
             )
     elif not verl.is_async:
         verl.note(
             "verl samples and trains in turns: max_staleness is 0. To overlap: max_staleness=fully_async and "
             "trainer.correction=truncated_is"
         )
-    bypass = bool(verl["algorithm.rollout_correction.bypass_mode"])
+    bypass = bool(verl[f"{CORRECTION}.bypass_mode"])
     if bypass and not verl.staleness:
         yield "trainer.proximal", "behaviour"
         yield "trainer.correction", None
+        _lose_rejection(verl, "with bypass_mode no correction is made here")
         return
     if bypass:
         verl.lose(
-            "algorithm.rollout_correction.bypass_mode",
+            f"{CORRECTION}.bypass_mode",
             "stale tokens are scored anew at each step and corrected (trainer.correction) unless max_staleness is 0",
         )
     yield from correction(verl)
 
 
 def correction(verl: VerlSettings) -> Iterator[Setting]:
-    section = "algorithm.rollout_correction"
-    level, bound = verl[f"{section}.rollout_is"], verl[f"{section}.rollout_is_threshold"]
+    level, bound = verl[f"{CORRECTION}.rollout_is"], verl[f"{CORRECTION}.rollout_is_threshold"]
+    rejects = verl[f"{CORRECTION}.rollout_rs"]
+    if level is None and rejects in LEVELS:
+        yield from _rejection(verl, LEVELS[rejects])
+        return
+    if rejects:
+        kept = "one correction is possible here; rollout_is is kept"
+        _lose_rejection(verl, kept if level else f"trainer.correction: rejection is {', '.join(LEVELS)} alone")
     if level is None:
         if verl.staleness:
             verl.note("stale tokens need an off-policy correction: truncated_is, which is the default here")
@@ -64,43 +97,46 @@ def correction(verl: VerlSettings) -> Iterator[Setting]:
     yield f"trainer.correction_options.{'high' if len(bounds) == 2 else 'cap'}", bounds[-1]
 
 
+def _lose_rejection(verl: VerlSettings, why: str) -> None:
+    for key in (f"{CORRECTION}.rollout_rs", f"{CORRECTION}.rollout_rs_threshold"):
+        if verl[key] is not None:
+            verl.lose(key, why)
+
+
+def _rejection(verl: VerlSettings, level: str) -> Iterator[Setting]:
+    """verl's bounds are those of the engine's probability over the trainer's, ours of the trainer's over the
+    engine's; a single one is an upper bound and one over the lower."""
+    bounds = [float(part) for part in str(verl[f"{CORRECTION}.rollout_rs_threshold"]).split("_")]
+    yield "trainer.correction", "rejection"
+    yield "trainer.correction_options.level", level
+    yield "trainer.correction_options.low", 1 / bounds[-1]
+    yield "trainer.correction_options.high", 1 / bounds[0] if len(bounds) == 2 else bounds[0]
+
+
 def loss(verl: VerlSettings) -> Iterator[Setting]:
-    mode = verl[f"{ACTOR}.policy_loss.loss_mode"]
-    name = LOSSES.get(mode)
-    if name is None:
-        verl.lose(
-            f"{ACTOR}.policy_loss.loss_mode",
-            f"{mode} is not here; its place is taken by ppo (page 'Algorithms')",
-        )
-        name = "ppo"
+    mode = _loss_mode(verl)
+    if mode not in LOSSES:
+        verl.lose(f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not here; ppo is used instead (page 'Algorithms')")
+        mode = "vanilla"
+    name, options = LOSSES[mode]
     yield "trainer.loss", name
-    yield from ((f"trainer.loss_options.{key}", value) for key, value in _loss_options(verl, name).items())
+    for option, keys in options.items():
+        yield f"trainer.loss_options.{option}", verl.first(*(f"{ACTOR}.{key}" for key in keys))
+    used = {key for keys in options.values() for key in keys}
+    for key in {key for _, others in LOSSES.values() for keys in others.values() for key in keys} - used:
+        verl.leave(f"{ACTOR}.{key}", f"the loss {name} has no such setting")
 
 
-def _loss_options(verl: VerlSettings, name: str) -> dict[str, Any]:
-    clips = {
-        "clip_low": verl.first(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio"),
-        "clip_high": verl.first(f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio"),
-    }
-    policy = f"{ACTOR}.policy_loss"
-    by_loss = {
-        "ppo": {**clips, "dual_clip": verl[f"{ACTOR}.clip_ratio_c"]},
-        "gspo": clips,
-        "cispo": clips,
-        "sapo": {"tau_positive": verl[f"{ACTOR}.tau_pos"], "tau_negative": verl[f"{ACTOR}.tau_neg"]},
-        "clip_cov": {
-            **clips,
-            "share": verl[f"{policy}.clip_cov_ratio"],
-            "lower": verl[f"{policy}.clip_cov_lb"],
-            "upper": verl[f"{policy}.clip_cov_ub"],
-        },
-        "kl_cov": {"share": verl[f"{policy}.kl_cov_ratio"], "kl_weight": verl[f"{policy}.ppo_kl_coef"]},
-    }
-    return by_loss[name]
+def _loss_mode(verl: VerlSettings) -> str:
+    return str(verl[f"{ACTOR}.policy_loss.loss_mode"]).replace("-", "_")
 
 
 def aggregation(verl: VerlSettings) -> Iterator[Setting]:
-    mode = verl[f"{ACTOR}.loss_agg_mode"]
+    mode, loss_mode = verl[f"{ACTOR}.loss_agg_mode"], _loss_mode(verl)
+    if loss_mode in MEANS_OF_SEQUENCES:
+        mode = "seq-mean-token-mean"
+        for key in ("loss_agg_mode", "loss_scale_factor"):
+            verl.leave(f"{ACTOR}.{key}", f"verl's {loss_mode} always takes the mean of sequences' means: episode_mean")
     names = {
         "token-mean": "token_mean",
         "seq-mean-token-mean": "episode_mean",
@@ -109,7 +145,7 @@ def aggregation(verl: VerlSettings) -> Iterator[Setting]:
     }
     name = names.get(mode)
     if name is None:
-        verl.lose(f"{ACTOR}.loss_agg_mode", f"{mode} is not here: token_mean")
+        verl.lose(f"{ACTOR}.loss_agg_mode", f"{mode} is not here; token_mean is used instead")
         return
     yield "trainer.aggregation", name
     if name == "constant":
@@ -120,7 +156,7 @@ def advantage(verl: VerlSettings) -> Iterator[Setting]:
     theirs = verl["algorithm.adv_estimator"]
     name = str(theirs).removesuffix("_vectorized")
     if name not in ADVANTAGES:
-        verl.lose("algorithm.adv_estimator", f"{theirs} is not here: grpo (page 'Algorithms')")
+        verl.lose("algorithm.adv_estimator", f"{theirs} is not here; grpo is used instead (page 'Algorithms')")
         name = "grpo"
     if name == "grpo" and not verl["algorithm.norm_adv_by_std_in_grpo"]:
         name = "dr_grpo"
@@ -148,7 +184,7 @@ def kl(verl: VerlSettings) -> Iterator[Setting]:
         names = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_variance", "k3": "low_variance"}
         estimator = names.get(str(verl[key]).removesuffix("+"))
         if estimator is None or str(verl[key]).endswith("+"):
-            verl.lose(key, f"{verl[key]} is not here: {estimator or 'k3'} with its own gradient")
+            verl.lose(key, f"{verl[key]} is not here; {estimator or 'k3'} with its own gradient is used instead")
         if estimator is not None:
             yield "trainer.kl.estimator", estimator
     if in_loss:
@@ -172,7 +208,7 @@ def schedule(verl: VerlSettings) -> Iterator[Setting]:
     key = next(one for one in (f"{optim}.warmup_style", f"{optim}.lr_scheduler_type") if verl[one])
     kind = verl[key]
     if kind not in ("constant", "linear"):
-        verl.lose(key, f"{kind} is not here: linear, to the same floor")
+        verl.lose(key, f"{kind} is not here; linear is used instead, to the same floor")
     if kind != "constant":
         yield "trainer.lr_schedule", "linear"
         yield "trainer.lr_floor", float(verl[f"{optim}.min_lr_ratio"] or 0.0)
@@ -194,7 +230,8 @@ def steps_of(verl: VerlSettings) -> int | None:
     if rows is None:
         verl.lose(
             "trainer.total_epochs",
-            "the training file is not here to be counted: set trainer.steps (rows × epochs / groups_per_step), else 40",
+            "the training file is not here to be counted: set trainer.steps (rows × epochs / groups_per_step); without "
+            "it the run has 40 steps",
         )
         return None
     return max(1, int(verl["trainer.total_epochs"]) * rows // verl.groups_per_step)
@@ -218,6 +255,12 @@ def filters(verl: VerlSettings) -> Iterator[Setting]:
     if verl["algorithm.filter_groups.enable"]:
         yield "transfer_queue.filter_groups", "zero_variance"
         yield "transfer_queue.max_filtered_steps", verl["algorithm.filter_groups.max_num_gen_batches"]
+        metric = verl["algorithm.filter_groups.metric"]
+        if metric not in SCORE_METRICS:
+            verl.lose(
+                "algorithm.filter_groups.metric",
+                f"groups of equal scores are left out here: have the reward return {metric} as its score",
+            )
 
 
 ALGORITHM_RULES: tuple[Callable[[VerlSettings], Iterator[Setting]], ...] = (

@@ -53,7 +53,7 @@ class Migration:
     def yaml(self) -> str:
         """The recipe, with what a person must look at as comments in front."""
         remarks = [f"# {one}" for one in self.notes]
-        lost = [f"# not taken over: {one.key}={_short(one.value)}  {one.why}" for one in self.account.unmapped]
+        lost = [f"# not taken over: {one.key}={_short(one.value)} ({one.why})" for one in self.account.unmapped]
         return "\n".join([*remarks, *lost, yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)])
 
     def check(self) -> RunConfig:
@@ -80,10 +80,22 @@ def migrate(given: GivenSettings, table: Table) -> Migration:
             settings.update(rule(verl))
         except (TypeError, ValueError) as error:
             raise BadSource(f"a value that makes the recipe's {rule.__name__} cannot be read: {error}") from error
+    return Migration(_nested(settings), account, [*notes, *verl.notes, *_settle(verl, account)])
+
+
+def _settle(verl: VerlSettings, account: KeyAccount) -> Iterator[str]:
+    """Enter what the rules found about keys that were given; notes about verl's defaults."""
+    for key in [key for key in account.mapped if key in verl.ours]:
+        account.mapped[key] = verl.ours[key]
+    for key in [key for key in account.mapped if key in verl.unused]:
+        del account.mapped[key]
+        account.ignored[key] = verl.unused[key]
     for key, why in verl.lost.items():
         account.mapped.pop(key, None)
-        account.unmapped.append(Unmapped(key, verl[key], why))
-    return Migration(_nested(settings), account, [*notes, *verl.notes])
+        if verl.has(key):
+            account.unmapped.append(Unmapped(key, verl[key], why))
+        else:
+            yield f"{key}={verl[key]} is verl's default: {why}"
 
 
 def _readable(
@@ -93,6 +105,8 @@ def _readable(
     number does not stand there."""
     for key, text in flat.items():
         value = COMMAND.sub("", text) if key == "trainer.experiment_name" and isinstance(text, str) else text
+        if value != text:
+            notes.append(f"{key}={text}: what a command of the script makes is left out of the name")
         if isinstance(value, str) and COMMAND.search(value):
             why = f"a command of the script makes it, which is not run: give {key}=VALUE"
             account.unmapped.append(Unmapped(key, value, why))
@@ -107,7 +121,7 @@ def _readable(
 def _enter(key: str, value: Any, table: Table, account: KeyAccount, settings: dict[str, Any]) -> None:
     name = table.find(key)
     if name is None or (name.kind == "always" and not table.knows(key)):
-        account.unmapped.append(Unmapped(key, value, f"{table.source} has no such setting"))
+        account.unmapped.append(Unmapped(key, value, f"not a setting of {table.source} that is known here"))
     elif name.kind == "none" and value not in name.fine:
         account.unmapped.append(Unmapped(key, value, name.note))
     elif name.kind in ("always", "none"):

@@ -86,7 +86,11 @@ def agent(verl: VerlSettings) -> Iterator[Setting]:
     loop = str(verl[f"{ROLLOUT}.agent.default_agent_loop"])
     multi = bool(verl[f"{turns}.enable"]) or bool(tools) or loop == "tool_agent"
     if verl.has(f"{ROLLOUT}.agent.default_agent_loop") and loop not in ("single_turn_agent", "tool_agent"):
-        verl.lose(f"{ROLLOUT}.agent.default_agent_loop", f"{loop}: write it as an AgentLoopBase and name FILE.py:Class")
+        verl.lose(
+            f"{ROLLOUT}.agent.default_agent_loop",
+            "write it as an AgentLoopBase and set agent.loop to FILE.py:Class; "
+            f"{'tool_agent' if multi else 'single_turn'} is used instead",
+        )
     yield "agent.loop", "tool_agent" if multi else "single_turn"
     by_assistant, by_user = (verl[f"{turns}.max_{side}_turns"] for side in ("assistant", "user"))
     # verl counts the results of tools as the user's turns; the model answers the last of them.
@@ -97,11 +101,13 @@ def agent(verl: VerlSettings) -> Iterator[Setting]:
         yield "tools", str(file)
         if not file.is_file():
             verl.note(f"{file} is not here: its tools are read when the run starts")
+        if not verl.has(f"{turns}.max_tool_response_length"):
+            verl.note("a tool's result is cut to 256 characters by verl, here to max_output_chars of each tool (2000)")
     if multi:
         yield "agent.settings.max_calls_per_turn", verl[f"{turns}.max_parallel_calls"]
         parser = PARSERS.get(verl[f"{turns}.format"])
         if parser is None:
-            verl.lose(f"{turns}.format", f"{verl[f'{turns}.format']}: choose agent.parser (page 'Tools and parsers')")
+            verl.lose(f"{turns}.format", "choose agent.parser (page 'Tools and parsers')")
         else:
             yield "agent.parser", parser
 
@@ -126,7 +132,7 @@ def reward(verl: VerlSettings) -> Iterator[Setting]:
     # Two places in which DAPO's shaping has been.
     for section in ("overlong_buffer_cfg", "overlong_buffer"):
         if verl.matching(f"{section}.enable"):
-            yield "trainer.overlong.length", verl.response
+            yield "trainer.overlong.length", int(verl.matching("reward_kwargs.max_resp_len") or verl.response)
             yield "trainer.overlong.buffer", verl.matching(f"{section}.len") or 0
             yield "trainer.overlong.penalty", verl.matching(f"{section}.penalty_factor") or 1.0
 
@@ -154,6 +160,8 @@ def engine_arguments(verl: VerlSettings) -> Iterator[Setting]:
             yield f"rollout.vllm_args.{of_vllm}", value
         elif engine == "sglang":
             yield f"rollout.sglang_args.{of_sglang}", value
+            for key in (name, f"standalone_{name}"):
+                verl.name(f"{ROLLOUT}.{key}", f"rollout.sglang_args.{of_sglang}")
         elif verl.has(f"{ROLLOUT}.{name}"):
             verl.lose(f"{ROLLOUT}.{name}", f"the engine {engine} has no such setting")
 
@@ -172,20 +180,25 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
         yield "trainer.ranks", trains
         yield "rollout.servers", max(1, trains // per_server)
         return
-    if verl.v1_mode == "separate_async" and verl["trainer.v1.separate_async.hybrid_rollout.enable_switch"]:
+    lends = verl.v1_mode == "separate_async" and verl["trainer.v1.separate_async.hybrid_rollout.enable_switch"]
+    if lends:
         yield "placement.lend", True
     if samples is None:
-        samples = trains = max(1, trains // 2)
+        whole, samples = trains, max(1, trains // 2)
+        trains = samples
+        share = f"placement.colocated=true trainer.ranks={whole} rollout.servers={max(1, whole // per_server)}"
         verl.note(
-            f"rollouts have no GPUs of their own in verl's settings (rollout.nnodes): here {trains} GPUs train and"
-            f" {samples} sample (penstock simulate shows a better split)"
+            f"verl samples and trains on the same GPUs; here {trains} train and {samples} sample (penstock simulate"
+            f" shows a better split)"
+            + (f". To share them as in verl: {share}" if _strategy(verl) != "megatron" else "")
         )
     yield "trainer.ranks", trains
     yield "rollout.servers", max(1, samples // per_server)
     if int(verl["trainer.nnodes"]) > 1 or samples + trains > int(verl["trainer.n_gpus_per_node"]):
+        apart = f"{'placement.lend=false ' if lends else ''}rollout.servers=0"
         verl.note(
-            f"{trains} GPUs train and {samples} sample; if one machine has fewer than {samples + trains}:"
-            " rollout.servers=0 here and `penstock rollout` there, see the page 'Launching'"
+            f"{trains} GPUs train and {samples} sample; if one machine has fewer than {samples + trains}: {apart} here"
+            " and `penstock rollout` there, see the page 'Launching'"
         )
 
 
@@ -199,10 +212,10 @@ def _own_rollout_gpus(verl: VerlSettings) -> int | None:
 
 
 def engine(verl: VerlSettings) -> Iterator[Setting]:
-    strategy = "megatron" if verl["model_engine"] == "megatron" else verl[f"{ACTOR}.strategy"]
+    strategy = _strategy(verl)
     fsdp = strategy in ("fsdp", "fsdp2")
     if not fsdp and strategy != "megatron":
-        verl.lose(f"{ACTOR}.strategy", f"{strategy} is not here: fsdp")
+        verl.lose(f"{ACTOR}.strategy", f"{strategy} is not here; fsdp is used instead")
     yield "trainer.engine", "megatron" if strategy == "megatron" else "fsdp"
     yield (
         "trainer.dtype",
@@ -212,14 +225,33 @@ def engine(verl: VerlSettings) -> Iterator[Setting]:
     of_moments = ("fsdp_config.optimizer_offload", "megatron.optimizer_offload")
     whole, moments = (any([verl[f"{ACTOR}.{part}"] for part in parts]) for parts in (of_weights, of_moments))
     yield "trainer.offload", whole or ("optimizer" if moments else False)
-    context = [f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"]
-    yield (
-        "trainer.parallel.context",
-        max(int(verl[key] or 1) for key in [*context, f"{ACTOR}.megatron.context_parallel_size"]),
-    )
+    yield "trainer.parallel.context", verl.context
     if strategy == "megatron":
         for theirs, ours in (("tensor_model", "tensor"), ("pipeline_model", "pipeline"), ("expert_model", "expert")):
             yield f"trainer.parallel.{ours}", int(verl[f"{ACTOR}.megatron.{theirs}_parallel_size"])
+
+
+def _strategy(verl: VerlSettings) -> str:
+    return "megatron" if verl["model_engine"] == "megatron" else str(verl[f"{ACTOR}.strategy"])
+
+
+def packs(verl: VerlSettings) -> Iterator[Setting]:
+    """A pack is shared by the ranks of trainer.parallel.context; verl's number of tokens is that of each GPU."""
+    by_tokens, tokens = bool(verl[f"{ACTOR}.use_dynamic_bsz"]), f"{ACTOR}.ppo_max_token_len_per_gpu"
+    rows = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1, f"{ACTOR}.ppo_micro_batch_size": _data_parallel(verl)}
+    counts = [] if by_tokens else [key for key in rows if verl[key]]
+    for key in set(rows) - set(counts[:1]):
+        verl.leave(key, "use_dynamic_bsz: verl counts tokens" if by_tokens else "not used")
+    if not counts:
+        yield "trainer.micro_batch_tokens", int(verl[tokens]) * verl.context
+        return
+    verl.leave(tokens, "without use_dynamic_bsz verl counts rows")
+    per_gpu = max(1, int(verl[counts[0]]) // rows[counts[0]])
+    yield "trainer.micro_batch_tokens", per_gpu * (int(verl["data.max_prompt_length"]) + verl.response)
+
+
+def _data_parallel(verl: VerlSettings) -> int:
+    return max(1, int(verl["trainer.nnodes"]) * int(verl["trainer.n_gpus_per_node"]) // verl.context)
 
 
 def lora(verl: VerlSettings) -> Iterator[Setting]:
@@ -232,5 +264,6 @@ def lora(verl: VerlSettings) -> Iterator[Setting]:
 
 
 RUN_RULES: tuple[Callable[[VerlSettings], Iterator[Setting]], ...] = (
-    *(leaving, sinks, model, data, sizes, lengths, agent, sampling, reward, engine_arguments, placement, engine, lora),
+    *(leaving, sinks, model, data, sizes, lengths, agent, sampling, reward),
+    *(engine_arguments, placement, engine, packs, lora),
 )

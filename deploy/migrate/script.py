@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from penstock.datasets import BadExpression, canonical, evaluate
@@ -33,11 +35,27 @@ _OWN_FOLDER = re.compile(
     r"(?:>/dev/null(?:2>&1)?)?&&pwd(?:-P)?)"
 )
 _CONDITION, _END = re.compile(r"\s*(?:if|case)\b"), re.compile(r"\s*(?:fi|esac)\b")
+_ESAC = re.compile(r"\s*esac\b")
+_CASE, _ARM = re.compile(r"\s*case\s+(.+?)\s+in\b", re.DOTALL), re.compile(r"\s*([^\s()|]+(?:\s*\|\s*[^\s()|]+)*)\s*\)")
 _TEST, _LOOP = re.compile(r"\s*(?:\[|test\b)"), re.compile(r"\s*(?:for|select)\b")
 _KEYWORD = re.compile(r"\A\s*(?:(?:then|else|elif|do|!|\{)\s+)+")
 _PROGRAM = re.compile(r"(?:^|/)python[\d.]*$|\.py$|(?:^|\.)main_\w+$")
+_CONFIG = re.compile(r"(?:--config-(path|dir|name)|-(cp|cd|cn))(?:=(.*))?", re.DOTALL)
+CONFIG_PATH, CONFIG_NAME = "--config-path", "--config-name"
+"""hydra's options among the settings of a command: the YAML file that the settings are laid over."""
 GROUPS = ("model_engine",)
 """Settings without a dot that are no variables of a script: hydra's groups."""
+GPU_ARMS = ("gpu", "cuda")
+
+
+@dataclass(slots=True)
+class _Case:
+    """A ``case`` that is being read."""
+
+    chosen: str | None
+    """The patterns of the one branch that is read; None: it is not known which one runs, all are read."""
+    is_read: bool = True
+    """The branch at the place that is read counts."""
 
 
 class ShellScript:
@@ -52,18 +70,22 @@ class ShellScript:
         self._uncertain = set[str]()
         """Variables that a branch sets, or one that follows from such a variable."""
         self._in_branch = False
+        self._cases: list[_Case] = []
         self.uncertain: dict[str, str] = {}
         """Settings whose values come from a branch that may not run."""
+        self.notes: list[str] = []
+        """Branches that were chosen by their names."""
 
     def read(self, text: str) -> dict[str, str]:
         """Return dotted key → text of its value. Raises `ValueError` for a quotation that has no end, and for a script
         that starts several runs."""
         runs, others, depth = list[dict[str, str]](), dict[str, str](), 0
-        for command, is_guarded in _commands(text):
+        commands = list(_commands(text))
+        for place, (command, is_guarded) in enumerate(commands):
             depth += (_CONDITION.match(command) is not None) - (_END.match(command) is not None)
-            self._in_branch = is_guarded or depth > 0
-            plain = _KEYWORD.sub("", command)
-            if _LOOP.match(plain):
+            plain = _KEYWORD.sub("", self._follow_case(command, [later for later, _ in commands[place:]]))
+            self._in_branch = is_guarded or depth > sum(case.chosen is not None for case in self._cases)
+            if _LOOP.match(plain) or not all(case.is_read for case in self._cases):
                 continue
             if array := _ARRAY.fullmatch(plain):
                 before = self._arrays.get(array[1], []) if array[2] else []
@@ -79,10 +101,36 @@ class ShellScript:
         self.uncertain = {key: value for key, value in self.uncertain.items() if read.get(key) == value}
         return read
 
+    def _follow_case(self, command: str, following: Sequence[str]) -> str:
+        """The command without what begins a ``case`` or one of its branches; `following` are it and all later ones."""
+        if opened := _CASE.match(command):
+            self._cases.append(_Case(self._chosen_arm(opened[1], _arms(following)), is_read=False))
+            command = command[opened.end() :]
+        if self._cases and _ESAC.match(command):
+            self._cases.pop()
+        elif self._cases and (arm := _ARM.match(command)):
+            case = self._cases[-1]
+            case.is_read = case.chosen in (None, arm[1])
+            command = command[arm.end() :]
+        return command
+
+    def _chosen_arm(self, word: str, arms: Sequence[str]) -> str | None:
+        """The branch that bash takes by the script's variables; one for GPUs where that is not known."""
+        names = {match[1] or match[3] for match in _VARIABLE.finditer(word)}
+        value = " ".join(self._expanded(one) for one in self._split(word))
+        if "$" not in value and "`" not in value and names.isdisjoint(self._uncertain):
+            patterns = [(arm, one.strip().strip("\"'")) for arm in arms for one in arm.split("|")]
+            return next((arm for arm, pattern in patterns if fnmatchcase(value, pattern)), "")
+        chosen = next((arm for arm in arms if arm.strip("\"'") in GPU_ARMS), None)
+        if chosen is not None:
+            self.notes.append(f"of the branches of `case {word}` the one of {chosen} is read")
+        return chosen
+
     def _read_command(self, command: str) -> tuple[dict[str, str], bool]:
         """(the settings in a command's words, whether it runs Python); its assignments are made."""
         settings, is_run = {}, False
-        for word, is_uncertain in self._words(command):
+        words = self._words(command)
+        for word, is_uncertain in words:
             setting, assignment = SETTING.fullmatch(word), _ASSIGNMENT.fullmatch(word)
             if setting and ("." in setting[1] or setting[1] in GROUPS):
                 settings[setting[1]] = setting[2]
@@ -92,6 +140,11 @@ class ShellScript:
                 start = self._variables.get(assignment[1], "") if assignment[2] else ""
                 self._variables[assignment[1]] = start + assignment[3]
                 (self._uncertain.add if is_uncertain else self._uncertain.discard)(assignment[1])
+            elif is_run and (option := _CONFIG.fullmatch(word)):
+                key = CONFIG_NAME if (option[1] or option[2]) in ("name", "cn") else CONFIG_PATH
+                settings[key] = option[3] if option[3] is not None else next(words, ("", False))[0]
+                if is_uncertain:
+                    self.uncertain[key] = settings[key]
             else:
                 is_run = is_run or _PROGRAM.search(word) is not None
         return settings, is_run
@@ -155,6 +208,19 @@ class ShellScript:
                 return match[0]
 
         return re.sub(r"\$\(\((.+?)\)\)(?!\))", put, text)
+
+
+def _arms(commands: Sequence[str]) -> list[str]:
+    """The patterns of the ``case`` that the first command opens, without those of inner ones."""
+    arms, depth = [], 0
+    for command in commands:
+        opened = _CASE.match(command)
+        depth += (opened is not None) - (_ESAC.match(command) is not None)
+        if depth == 0:
+            break
+        if depth == 1 and (arm := _ARM.match(command[opened.end() :] if opened else command)):
+            arms.append(arm[1])
+    return arms
 
 
 def _commands(text: str) -> Iterator[tuple[str, bool]]:

@@ -10,6 +10,7 @@ from penstock.deploy.migrate.table import Table
 
 Setting = tuple[str, Any]
 """One of our keys and its value."""
+V1_MODES = ("sync", "colocate_async", "separate_async")
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
@@ -22,6 +23,10 @@ class VerlSettings:
         self.notes: list[str] = []
         self.lost: dict[str, str] = {}
         """Key → why its value has no counterpart."""
+        self.unused: dict[str, str] = {}
+        """Key → why verl does not read it with the others."""
+        self.ours: dict[str, str] = {}
+        """Key → the key here, where it is not that of the table."""
 
     def __getitem__(self, key: str) -> Any:
         return self._flat[key] if self.has(key) else self._table.default(key)
@@ -44,6 +49,12 @@ class VerlSettings:
     def lose(self, key: str, why: str) -> None:
         self.lost[key] = why
 
+    def leave(self, key: str, why: str) -> None:
+        self.unused[key] = why
+
+    def name(self, key: str, ours: str) -> None:
+        self.ours[key] = ours
+
     @property
     def is_async(self) -> bool:
         """Settings of fully_async_policy."""
@@ -65,8 +76,15 @@ class VerlSettings:
 
     @property
     def v1_mode(self) -> str:
-        """The mode of verl's V1 trainer: `sync`, `separate_async` or `colocate_async`."""
-        return str(self["trainer.v1.trainer_mode"] or "sync")
+        """The mode of verl's V1 trainer, one of `V1_MODES`."""
+        mode = str(self["trainer.v1.trainer_mode"])
+        return mode if mode in V1_MODES else "sync"
+
+    @property
+    def context(self) -> int:
+        """GPUs that share the tokens of a row: Ulysses, or context parallelism of Megatron."""
+        parts = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
+        return max(int(self[f"{ACTOR}.{part}"] or 1) for part in (*parts, "megatron.context_parallel_size"))
 
     @property
     def staleness(self) -> int:

@@ -1,6 +1,7 @@
 """Reads the settings of another framework as dotted keys: a YAML file or a shell script, and overrides.
 
-In a YAML file OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}`` are followed.
+In a YAML file OmegaConf's ``${a.b}`` and ``${oc.select:a.b,default}`` are followed, and hydra's ``defaults`` that are
+files next to it. The YAML file that a script names (``--config-path``, ``--config-name``) is read under its settings.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from typing import Any
 
 import yaml
 
-from penstock.deploy.migrate.script import SETTING, ShellScript
+from penstock.deploy.migrate.script import CONFIG_NAME, CONFIG_PATH, SETTING, ShellScript
+
+SHIPPED_CONFIGS: dict[str, dict[str, Any]] = {
+    f"{kind}{engine}_trainer": settings
+    for kind in ("ppo", "fully_async_ppo", "one_step_off_ppo")
+    for engine, settings in {"": {}, "_megatron": {"model_engine": "megatron"}}.items()
+}
+"""verl's own YAML files by name → where they differ from the defaults of the table."""
 
 
 class BadSource(ValueError):
@@ -65,8 +73,19 @@ def _of_yaml(text: str, path: Path) -> dict[str, Any]:
         raise BadSource(f"{path}: not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise BadSource(f"{path}: expected settings in sections, found {type(tree).__name__}")
-    tree.pop("defaults", None)  # hydra's list of the files that this one is laid over
-    return _flattened(tree)
+    below: dict[str, Any] = {}
+    for name in tree.pop("defaults", None) or ():  # hydra's list of the files that this one is laid over
+        if isinstance(name, str) and name != "_self_":
+            below |= _of_config([path.parent / f"{name}.yaml"], name) or {}
+    return below | _flattened(tree)
+
+
+def _of_config(files: Sequence[Path], name: str) -> dict[str, Any] | None:
+    """The settings of the first file that is there, else of verl's own file of this name; None: neither is known."""
+    for file in files:
+        if file.is_file():
+            return _of_yaml(file.read_text(encoding="utf-8"), file)
+    return SHIPPED_CONFIGS.get(name.removesuffix(".yaml"))
 
 
 def _of_script(text: str, path: Path) -> GivenSettings:
@@ -77,12 +96,28 @@ def _of_script(text: str, path: Path) -> GivenSettings:
         raise BadSource(f"{path}: {error}") from error
     if not texts:
         raise BadSource(f"{path}: it has no setting a.b=value of main_ppo")
-    settings: dict[str, Any] = {}
+    settings = _named_config(texts.pop(CONFIG_PATH, ""), texts.pop(CONFIG_NAME, ""), path.resolve())
     for key, value in texts.items():
         settings.update(_flattened(_value(value), key))
     values = ", ".join(f"{key}={value}" for key, value in script.uncertain.items())
-    note = f"from branches of {path.name} that may not run when you start it, so check them: {values}"
-    return GivenSettings(settings, [note] if values else [])
+    note = (
+        f"from branches of {path.name} that may not run when you start it: {values} (check them, and append each "
+        "that differs to this command, as KEY=VALUE)"
+    )
+    return GivenSettings(settings, [*script.notes, *([note] if values else [])])
+
+
+def _named_config(folder: str, name: str, script: Path) -> dict[str, Any]:
+    """The settings of the YAML file that a script names; the name itself, as a setting, where there is no such file.
+
+    A script is often started in a folder above its own: a path below the working directory is looked for there too.
+    """
+    if not name:
+        return {}
+    file = Path.cwd() / folder / (name if name.endswith(".yaml") else f"{name}.yaml")
+    below = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    settings = _of_config([file, *(above / below for above in script.parents)], name)
+    return {CONFIG_NAME: str(file)} if settings is None else settings
 
 
 # values ---------------------------------------------------------------------------------------------------------------

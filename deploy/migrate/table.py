@@ -58,8 +58,8 @@ class Table(BaseModel):
         return next((name for name in self.names if name.names(key)), None)
 
     def knows(self, key: str) -> bool:
-        """The framework has this setting, or a row names it without a ``*``."""
-        return key in self.known or any(name.theirs == key for name in self.names)
+        """The framework has this setting, or a row names it to its end."""
+        return key in self.known or any(name.names(key) and not name.theirs.endswith("*") for name in self.names)
 
     def default(self, key: str) -> Any:
         """The framework's default for `key`; None if it has none."""

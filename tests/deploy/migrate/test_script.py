@@ -65,9 +65,86 @@ def test_settings_of_branches_are_named(tmp_path: Path, script: str, values: dic
     (tmp_path / "run.sh").write_text(script)
     source = read_source(tmp_path / "run.sh", ())
     assert source.values == values
-    words = "from branches of run.sh that may not run when you start it, so check them: "
-    assert list(source.notes) == [words + one for one in uncertain]
+    words = "from branches of run.sh that may not run when you start it: "
+    assert [note.partition(" (")[0] for note in source.notes] == [words + one for one in uncertain]
+    assert all("append each that differs" in note for note in source.notes)
     assert all(f"# {note}" in migrate(source, load_table("verl")).yaml() for note in source.notes)
+
+
+GPUS = "trainer.n_gpus_per_node"
+
+
+@pytest.mark.parametrize(
+    ("script", "values", "notes"),
+    [
+        ("D=${D:-$(detect)}\ncase $D in\n gpu)\n  G=8\n ;;\n npu)\n  G=16\n ;;\nesac", {GPUS: 8}, ["the one of gpu"]),
+        ("case ${D:-npu} in gpu) G=8 ;; npu) G=16 ;; *) exit 1 ;; esac", {GPUS: 16}, []),
+        ('D=cuda\ncase "$D" in\n "rocm"|"cuda") G=4;;\n *) G=2;;\nesac', {GPUS: 4}, []),
+        (
+            "case $D in\na)\ncase $E in gpu) G=1;; esac ;;\nb) G=2 ;;\nesac",
+            {GPUS: 2},
+            ["the one of gpu", "may not run"],
+        ),
+        ("case $D in a) G=1;; b) G=2;; esac", {GPUS: 2}, ["may not run"]),
+    ],
+)
+def test_the_branch_of_a_case_is_that_of_bash_or_of_gpus(
+    tmp_path: Path, script: str, values: dict[str, Any], notes: list[str]
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{script}\n{LAUNCH} {GPUS}=$G\n")
+    source = read_source(tmp_path / "run.sh", ())
+    assert source.values == values
+    assert [word in note for word, note in zip(notes, source.notes, strict=True)] == [True] * len(notes)
+
+
+# the YAML file that a script names ------------------------------------------------------------------------------------
+CONFIG = """
+hydra: {searchpath: [file://verl/trainer/config]}
+defaults: [ppo_megatron_trainer, other, _self_]
+data: {max_response_length: 77, max_prompt_length: 99}
+actor_rollout_ref: {rollout: {multi_turn: {enable: true}}}
+"""
+MULTI = "actor_rollout_ref.rollout.multi_turn.enable"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        '--config-path="$HERE/config" --config-name=mine',
+        '--config-path "$(pwd)/examples/config" --config-name mine.yaml',
+        "-cp=examples/config -cn=mine",
+    ],
+)
+@pytest.mark.parametrize("start", [".", "elsewhere"])
+def test_the_yaml_that_a_script_names_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, start: str
+) -> None:
+    for folder in ("examples/config", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / start)
+    script = tmp_path / "examples/run.sh"
+    script.write_text(f'HERE=$(dirname "$0")\nO=({options})\n{LAUNCH} "${{O[@]}}" data.max_prompt_length=5\n')
+    (tmp_path / "examples/config/mine.yaml").write_text(CONFIG)
+    (tmp_path / "examples/config/other.yaml").write_text(f"{N.replace('.', ': {')}: 3" + "}" * N.count("."))
+    values = read_source(script, ()).values
+    assert (values["data.max_response_length"], values[MULTI], values["model_engine"]) == (77, True, "megatron")
+    assert values[N] == 3
+    assert values["data.max_prompt_length"] == 5, "the script's own words go before the file"
+
+
+def test_a_yaml_that_is_not_there_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{LAUNCH} --config-path=/no/folder --config-name=mine {N}=8\n")
+    (lost,) = migrate(read_source(tmp_path / "run.sh", ()), load_table("verl")).account.unmapped
+    assert (lost.key, lost.value, "give the YAML as FILE" in lost.why) == (
+        "--config-name",
+        "/no/folder/mine.yaml",
+        True,
+    )
+
+
+def test_a_yaml_of_verls_own_is_known(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{LAUNCH} --config-name=ppo_megatron_trainer.yaml {N}=8\n")
+    assert read_source(tmp_path / "run.sh", ()).values == {"model_engine": "megatron", N: 8}
 
 
 def test_a_script_with_two_launches_is_refused(tmp_path: Path) -> None:
