@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from penstock.deploy.migrate.hint import verl_hint
 from penstock.deploy.removed_settings import ELSEWHERE, removed
 
 
@@ -49,15 +50,17 @@ class ConfigSchema:
         dotted = ".".join(location)
         if problem["type"] == "extra_forbidden":
             sentence = removed(dotted)
-            return f"{dotted}: {sentence}" if sentence else f"{dotted}: no such key{self._nearest(location)}"
+            if sentence:
+                return f"{dotted}: {sentence}"
+            return f"{dotted}: no such key{verl_hint(dotted, problem['input']) or self._nearest(location)}"
         if problem["type"] == "missing":
             return f"{dotted}: is required. {self._description(location)}"
         message = problem["msg"].removeprefix("Value error, ")
         return f"{dotted}: {message[:1].lower()}{message[1:]} (got {problem['input']!r}). {self._description(location)}"
 
     def _nearest(self, location: Sequence[str]) -> str:
-        if known := ELSEWHERE.get(location[-1]):
-            return f"; did you mean {known!r}?"
+        if names := difflib.get_close_matches(location[-1], ELSEWHERE, n=1, cutoff=0.85):
+            return f"; did you mean {ELSEWHERE[names[0]]!r}?"
         if elsewhere := [path for path in _paths(self.root) if path.rpartition(".")[2] == location[-1]]:
             return f"; did you mean {min(elsewhere, key=lambda path: path.count('.'))!r}?"
         model = self._section(location[:-1])

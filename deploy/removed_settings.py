@@ -25,6 +25,7 @@ SINCE_0_2: dict[str, str] = {
 
 ELSEWHERE: dict[str, str] = {
     "learning_rate": "trainer.lr",
+    "lrate": "trainer.lr",
     "max_steps": "trainer.steps",
     "total_training_steps": "trainer.steps",
     "max_grad_norm": "trainer.max_grad_norm",
