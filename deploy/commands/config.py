@@ -39,9 +39,9 @@ def from_verl(
 
     Example: penstock config from-verl run_grpo.sh trainer.total_training_steps=100 --out recipe.yaml
     """
+    from penstock.deploy.frameworks.table import load_table
     from penstock.deploy.migrate.convert import migrate
     from penstock.deploy.migrate.source import BadSource, read_source
-    from penstock.deploy.migrate.table import load_table
 
     if source is None:
         refuse("give verl's YAML file, the shell script that starts main_ppo, or settings as a.b=value")

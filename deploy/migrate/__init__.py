@@ -1,1 +1,1 @@
-"""Conversion of other frameworks' settings to a recipe: names as data (`names/`), computed values as rules."""
+"""Conversion of other frameworks' settings to a recipe: names of `frameworks`, computed values as rules."""

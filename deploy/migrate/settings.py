@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.deploy.migrate.table import Table
+from penstock.deploy.frameworks.table import Table
 
 Setting = tuple[str, Any]
 """One of our keys and its value."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from penstock.deploy.frameworks.table import load_table
 from penstock.deploy.migrate.convert import migrate
 from penstock.deploy.migrate.source import BadSource, read_source
-from penstock.deploy.migrate.table import load_table
 
 N, LR = "actor_rollout_ref.rollout.n", "actor_rollout_ref.actor.optim.lr"
 LAUNCH = "python3 -m verl.trainer.main_ppo"

@@ -11,9 +11,9 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.deploy import RunConfig, app, load_config
+from penstock.deploy.frameworks.table import ABSENT, load_table
 from penstock.deploy.migrate.convert import Migration, migrate
 from penstock.deploy.migrate.source import BadSource, GivenSettings, read_source
-from penstock.deploy.migrate.table import ABSENT, load_table
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.deploy import app
+from penstock.deploy.frameworks.table import load_table
 from penstock.deploy.migrate.convert import Migration, migrate
 from penstock.deploy.migrate.source import read_source
-from penstock.deploy.migrate.table import load_table
 
 SHORT = ("data.train_files=train.parquet", "trainer.total_training_steps=10", "algorithm.adv_estimator=grpo")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

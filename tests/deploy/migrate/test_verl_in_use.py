@@ -8,9 +8,9 @@ import pytest
 
 from penstock.datasets import write_parquet
 from penstock.deploy import load_config, rehearse_recipe, rows_of
+from penstock.deploy.frameworks.table import load_table
 from penstock.deploy.migrate.convert import migrate
 from penstock.deploy.migrate.source import read_source
-from penstock.deploy.migrate.table import load_table
 
 MODEL = Path(__file__).parents[3] / "recipes/calculator/model"
 REWARD = """

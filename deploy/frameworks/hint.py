@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.deploy.migrate.table import load_table
+from penstock.deploy.frameworks.table import load_table
 
 
 def verl_hint(key: str, value: Any) -> str:
