@@ -7,6 +7,7 @@ is kept in the episode's journal before the episode is completed: after a crash 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +20,11 @@ from penstock.agent_loops.config import AgentConfig, RewardChoice, entry_of
 from penstock.agent_loops.errors import InfraFailure, LoadError, NoReward
 from penstock.agent_loops.journal import RecordedScore
 from penstock.agent_loops.loader import load_object, nearest
-from penstock.agent_loops.rewards.base import Answer, BaseReward, FunctionReward, Value
+from penstock.agent_loops.rewards.base import PARAMETERS, Answer, BaseReward, FunctionReward, Value
 from penstock.agent_loops.token_row import little_endian
 from penstock.common import USERS_FAULTS, describe_error
 from penstock.common.errors import defined_at, finite_number
+from penstock.common.registry import near_and_known
 from penstock.sandbox import BoxNeeds, Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
 from penstock.transfer_queue import Segment, Task
@@ -263,6 +265,8 @@ def make_reward(choice: RewardChoice, recipe_dir: Path, sandbox: Sandbox | None)
     """Raises `LoadError` naming the reward, or the setting, that cannot be."""
     target = _find(choice.name, recipe_dir)
     try:
+        if choice.settings and callable(target):
+            _refuse_unknown(target, choice.settings)
         if isinstance(target, type) and issubclass(target, BaseReward):
             if target.needs_sandbox and sandbox is None:
                 raise ValueError("it needs a sandbox, and this process has none")
@@ -273,6 +277,16 @@ def make_reward(choice: RewardChoice, recipe_dir: Path, sandbox: Sandbox | None)
     except (TypeError, ValueError) as error:
         raise LoadError(f"reward {choice.name!r} with settings {choice.settings}: {error}") from error
     raise LoadError(f"reward {choice.name!r} is not a function")
+
+
+def _refuse_unknown(reward: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    """Raises `TypeError` naming a setting that the function, or the class, does not have."""
+    parameters = inspect.signature(reward).parameters.values()
+    known = [one.name for one in parameters if one.name not in (*PARAMETERS, "sandbox")]
+    unknown = [name for name in settings if name not in known]
+    if unknown and not any(one.kind is one.VAR_KEYWORD for one in parameters):
+        problem = f"{getattr(reward, '__name__', reward)} has no parameter {unknown[0]!r}"
+        raise TypeError(f"{problem}; {near_and_known(unknown[0], known)}")
 
 
 def _find(name: str, recipe_dir: Path) -> Any:

@@ -136,7 +136,10 @@ def check_reward(config: RunConfig) -> Check | None:
     try:
         check_reward(config.agent, data_sources(config))
     except LoadError as error:
-        return refused(NAME, error, "set agent.reward to a known name, a dotted path or FILE.py:NAME")
+        fix = "set agent.reward to a known name, a dotted path or FILE.py:NAME"
+        if " has no parameter " in str(error):
+            fix = "correct agent.rewards.settings (of a source: agent.rewards.sources), or add the parameter"
+        return refused(NAME, error, fix)
     return Check(NAME, True, config.agent.reward)
 
 

@@ -268,6 +268,13 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             "no reward for data_source 'elsewhere'",
         ),
         (
+            check_reward,
+            [GOOD],
+            ["agent.reward=FOLDER/reward.py:compute_score", "agent.rewards.settings={bonus: 0.2}"],
+            "agent.reward",
+            r"compute_score has no parameter 'bonus'.*; correct agent\.rewards\.settings",
+        ),
+        (
             check_score,
             [GOOD],
             ["agent.reward=FOLDER/reward.py:compute_scores"],
