@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from penstock.trainer.config import LoraConfig
 from penstock.trainer.engines.fsdp.row_choice import first_sentence
+from penstock.trainer.engines.fsdp.saved_model import save_shared
 from penstock.trainer.job import BadJob
 
 NAME = "default"
@@ -118,11 +119,10 @@ class Adapter:
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Write a peft folder with `tensors`, which are complete and on the host."""
-        from safetensors.torch import save_file
-
         folder.mkdir(parents=True, exist_ok=True)
         self._settings.save_pretrained(str(folder))
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+        weights = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_shared(weights, folder / "adapter_model.safetensors")
 
 
 MAMBAS = frozenset({"falcon_h1", "nemotron_h"})

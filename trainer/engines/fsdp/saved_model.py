@@ -40,11 +40,20 @@ def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path, file_bytes
 
 
 def _write(folder: Path, number: int, tensors: dict[str, Tensor]) -> tuple[Path, list[str]]:
+    path = folder / f"unnumbered-{number:05d}.safetensors"
+    save_shared(tensors, path, {"format": "pt"})
+    return path, list(tensors)
+
+
+def save_shared(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Save a file that others may read as the umask says; safetensors' own is for its owner alone."""
     from safetensors.torch import save_file
 
-    path = folder / f"unnumbered-{number:05d}.safetensors"
-    save_file(tensors, path, metadata={"format": "pt"})
-    return path, list(tensors)
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
 
 
 def save_settings(model: PreTrainedModel, folder: Path) -> None:
