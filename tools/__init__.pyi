@@ -30,4 +30,5 @@ from .truncation import CountTokens as CountTokens
 from .truncation import truncate as truncate
 from .truncation import truncate_tokens as truncate_tokens
 from .validation import check_arguments as check_arguments
+from .validation import check_schema as check_schema
 from .verl import read_tools as read_tools

@@ -6,14 +6,16 @@ Both columns may be JSON as text; messages are read as those of tasks are (`pens
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.agent_loops import BadDemonstration
 from penstock.common.parquet import BadParquet, parquet_rows
+from penstock.common.registry import near_and_known
 from penstock.deploy.config import ConfigError
+from penstock.tools import check_arguments, check_schema
 from penstock.trainer import BadMessages, from_json_text, read_messages, text_of, without_nulls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -98,6 +100,30 @@ def _tools(raw: Mapping[str, Any], parquet: bool) -> list[Mapping[str, Any]] | N
         return list(without_nulls(tools))
     # A null within the parameters is JSON's own: a default, a constant.
     return [_present({**tool, "function": _present(tool["function"])}) for tool in tools]
+
+
+def parameters_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Name of each tool → the schema of its arguments; one that takes all, for a schema that cannot be checked."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for function in (tool["function"] for tool in tools):
+        name, schema = function["name"], function.get("parameters")
+        try:
+            check_schema(name, schema if isinstance(schema, Mapping) else {})
+            found[name] = schema
+        except ValueError:
+            found[name] = {"additionalProperties": True}
+    return found
+
+
+def check_calls(messages: Iterable[Mapping[str, Any]], tools: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises `BadDemonstration` for a call that would be answered with an error: the model would learn it."""
+    for number, message in enumerate(messages):
+        for call in message.get("tool_calls") or ():
+            name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
+            if name not in tools:
+                raise BadDemonstration(f"messages[{number}] calls {name!r}, no tool; {near_and_known(name, tools)}")
+            if problem := check_arguments(tools[name], arguments):
+                raise BadDemonstration(f"messages[{number}], call of {name}: {problem}")
 
 
 def _check_texts(column: str, items: Sequence[Any]) -> None:

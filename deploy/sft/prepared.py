@@ -28,7 +28,7 @@ from penstock.common import write_atomically
 from penstock.common.event_loop import run_users_code
 from penstock.deploy.config import NO_TASKS, ConfigError, RunConfig
 from penstock.deploy.rehearsal import full_reward, rehearse_recipe, rows_of
-from penstock.deploy.sft.message_files import read_rows
+from penstock.deploy.sft.message_files import check_calls, parameters_of, read_rows
 from penstock.deploy.sft.recorded import choose_recorded, recorded_segments
 from penstock.rollout_server import context_length, no_torch
 from penstock.testing import EnvCheck
@@ -148,7 +148,7 @@ def _of_files(
     paths: Iterable[str], config: RunConfig, chat: ChatTokens, findings: Findings
 ) -> Iterator[Sequence[Segment]]:
     usual: Tools | None = None
-    verified: set[str] = set()
+    verified: dict[str, Mapping[str, Mapping[str, Any]]] = {}
     for path in paths:
         for row in read_rows(Path(path)):
             if isinstance(row, BadDemonstration):
@@ -162,9 +162,12 @@ def _of_files(
                     verify_template(chat, tools)  # a `TemplateError` is of every row with these tools
                 except TemplateError as error:
                     raise TemplateError(f"{row.where}: {error}" if row.tools else str(error)) from error
-                verified.add(key)
+                verified[key] = parameters_of(tools)
             try:
-                yield segments_of(chat, row.messages, tools)
+                segments = segments_of(chat, row.messages, tools)
+                if tools:
+                    check_calls(row.messages, verified[key])
+                yield segments
             except (BadDemonstration, TemplateError, RecursionError) as error:
                 findings.refuse(BadDemonstration(f"{row.where}: {error}"))
 

@@ -272,6 +272,14 @@ def deep(levels: int) -> dict[str, Any]:
     return {"function": {"name": "f", "arguments": f'{{"a": {"[" * levels}{"]" * levels}}}'}}
 
 
+def calling(name: str, **arguments: Any) -> dict[str, Any]:
+    return {**REPLY, "tool_calls": [{"function": {"name": name, "arguments": arguments}}]}
+
+
+SHELF = {"type": "object", "properties": {"shelf": {"type": "integer"}}, "required": ["shelf"]}
+STOCK = {"type": "function", "function": {"name": "stock", "parameters": SHELF}}
+
+
 def row_of(*messages: Any, **columns: Any) -> str:
     return json.dumps({"messages": messages, **columns})
 
@@ -296,6 +304,8 @@ def row_of(*messages: Any, **columns: Any) -> str:
         (row_of(USER, tools=[{"function": {"name": "f\ud83d"}}]), r"tools\[0\] cannot be encoded: .*surrogates"),
         (row_of(USER, REPLY, tools=[{"function": {"name": 'a"b'}}]), r".*not shown: a\"b"),
         (row_of(USER, {**REPLY, "tool_calls": [deep(700)]}), "maximum recursion depth"),
+        (row_of(USER, calling("stok", shelf=1), tools=[STOCK]), r"messages\[1\] calls 'stok', no tool; did you mean"),
+        (row_of(USER, calling("stock", shelf="x"), tools=[STOCK]), r"messages\[1\], call of stock: argument 'shelf'"),
     ],
 )
 def test_what_a_row_lacks_is_named(line: str, said: str, tmp_path: Path) -> None:
@@ -303,6 +313,14 @@ def test_what_a_row_lacks_is_named(line: str, said: str, tmp_path: Path) -> None
     file.write_text(line + "\n")
     with pytest.raises((BadDemonstration, TemplateError), match=rf"rows\.jsonl, line 1: {said}"):
         prepared(tmp_path, messages=str(file))
+
+
+@pytest.mark.parametrize("schema", [SHELF, {**SHELF, "type": "dict"}, {**SHELF, "properties": 3}, None])
+def test_calls_that_fit_or_whose_tool_has_no_schema_are_trained_on(schema: Any, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    tool = {"type": "function", "function": {"name": "stock", "parameters": schema}}
+    file.write_text(row_of(USER, calling("stock", shelf=3), tools=[tool]) + "\n")
+    assert prepared(tmp_path, messages=str(file)).conversations == 1
 
 
 def test_without_data_or_with_a_file_that_is_not_there(tmp_path: Path) -> None:
