@@ -219,18 +219,24 @@ def _flat_rewards(rows: Sequence[Mapping[str, Any]]) -> str:
     faults: Counter[str] = Counter()
     for row in flat:
         faults.update(row.get("faults", {}))
-    episodes = sum(row.get("episodes", 0) for row in flat)
     warning = f"All rewards of each of the last {len(flat)} steps are {'0' if zero else 'equal'}: nothing is learnt"
     if zero and earlier and (mean := fmean(earlier)) >= 0.05:
         common = f" Commonest fault: {faults.most_common(1)[0][0]}." if faults else ""
         return f"{warning}. Their mean was {mean:.2f} before: {_spoilt()}{common}"
+    return f"{warning}. {_cause(faults, sum(row.get('episodes', 0) for row in flat))}"
+
+
+def _cause(faults: Counter[str], episodes: int) -> str:
+    """The cause of rewards that are all equal, in a sentence, or where to look for it."""
     cause, count = faults.most_common(1)[0] if faults else ("", 0)
+    share = f"{cause}: {count} of {episodes} episodes"
     if not count or 10 * count < episodes:  # fewer than a tenth do not make all rewards equal
-        rare = f"Only {count} of {episodes} episodes are {cause}" if count else "No episode had a fault"
-        return f"{warning}. {rare}: look at what the reward compares (trajectories, penstock rehearse)."
+        rare = f"The commonest fault ({share}) is too rare to be the cause" if count else "No episode had a fault"
+        return f"{rare}: look at what the reward compares (trajectories, penstock rehearse)."
     if cause.startswith("truncated (turns"):  # a loop may use all its turns by design: the reward is looked at first
-        return f"{warning}. Look at what the reward compares (penstock rehearse); {count} of {episodes} are {cause}."
-    return f"{warning}. Commonest cause: {cause} ({count} of {episodes} episodes)."
+        return f"Look at what the reward compares (penstock rehearse); {count} of {episodes} are {cause}."
+    texts = "; trajectories and penstock rehearse show its texts" if cause.endswith("answered with an error") else ""
+    return f"Commonest cause: {cause} ({count} of {episodes} episodes){texts}."
 
 
 def _words(bubble: float, idle: float | None, share: float | None, devices: Devices) -> str:

@@ -80,8 +80,9 @@ def step(reward: float = 0.0, std: float = 0.0, **faults: int) -> dict[str, obje
         ([step(1.0)] * 3, ["equal", "No episode had a fault"]),
         (
             [step()] * 3 + [step(**{"truncated (length)": 1})],
-            ["Only 1 of 32 episodes are truncated", "reward compares"],
+            ["truncated (length): 1 of 32 episodes) is too rare to be the cause", "reward compares"],
         ),
+        ([step(**{"stock answered with an error": 7})] * 3, ["21 of 24 episodes); traj", "show its texts"]),
         (
             [step(**{"truncated (turns)": 8})] * 3,
             ["Look at what the reward compares", "24 of 24 are truncated (turns)"],
