@@ -18,6 +18,7 @@ from penstock.deploy.run.accounts import shares
 from penstock.deploy.run_dir import EVALUATION_SETTINGS, RunDir
 
 RECENT_STEPS = 10
+BASIS = "since the start; rollout_s and trainer_s are GPU time, of a role without GPUs its CPU time"
 Row = Mapping[str, Any]
 
 
@@ -49,6 +50,7 @@ async def run_state(files: RunFiles, run: str, pulse: Pulse) -> dict[str, Any]:
         "eta_s": _eta_s(rows, done, steps) if alive else None,
         "quiet_s": round(files.quiet_s, 1) if rows else None,
         **learning,
+        "trainer_waits": split.bubble,
         **{name: status.get(name) for name in facts},
         "bound_groups": _bound(config),
         "accounts": files.json_of("accounts.json").get("accounts", {}),
@@ -72,7 +74,6 @@ def _learning(rows: Sequence[Row]) -> dict[str, Any]:
         "staleness_max": max((row["staleness_max"] for row in recent if "staleness_max" in row), default=None),
         "tokens_per_s": _mean(recent, "tokens_per_s"),
         "step_s": _mean(recent, "wall_s"),
-        "trainer_waits": _mean(recent, "bubble"),
         "faults": last.get("faults") or {},
     }
 
@@ -157,7 +158,8 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
             f"learning  reward {_number(state['reward'])}; of the newest steps {_number(state['reward_recent'])}, "
             f"staleness {_number(state['staleness_mean'])} on average and {_or_dash(state['staleness_max'])} at most"
         )
-        yield f"{speed}, {_share(state['trainer_waits'])} of it waiting for episodes; {last}"
+        yield f"{speed}; {last}"
+        yield f"trainer   {_share(state['trainer_waits'])} of the newest steps' time without a batch"
     else:
         yield f"learning  loss {_number(state['loss'], 4)}"
         yield f"{speed}; {last}"
@@ -169,7 +171,7 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         yield from (f"{'now' if index == 0 else '':8}  {line}" for index, line in enumerate(state["waiting"]))
         yield f"waits     {_pairs(state['waits_s'], ' s')}"
         yield f"workers   {_pairs(state['workers'], ' episodes')}"
-    yield from (f"{resource:9} {shares(accounts)}" for resource, accounts in state["accounts"].items())
+    yield from _account_lines(state["accounts"])
     if state["roles"]:
         listed = (f"{name} {role['state']}" + (f", {n} restarts" if (n := role["restarts"]) else "")
                 for name, role in state["roles"].items())  # fmt: skip
@@ -178,6 +180,12 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
         yield f"advice    {state['advice']}"
     if state["warning"]:
         yield f"warning   {state['warning']}"
+
+
+def _account_lines(accounts: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    if accounts:
+        yield f"accounts  {BASIS}"
+    yield from (f"{resource:9} {shares(amounts)}" for resource, amounts in accounts.items())
 
 
 def _servers(servers: list[dict[str, Any]]) -> Table:

@@ -102,7 +102,18 @@ async def test_status_shows_where_the_cost_went(tmp_path: Path) -> None:
     accounts.take(LedgerEntry(2, fate=Fate.TRAINED, episodes=[("train/0#0", 3)]), "")
     accounts.write()
     assert (await state_of(str(root)))["accounts"] == {"tokens": {"sampled again": 1, "trained": 3}}
-    assert "tokens    75.0% trained, 25.0% sampled again" in (await invoke(str(root))).stdout
+    page = (await invoke(str(root))).stdout
+    assert "tokens    75.0% trained, 25.0% sampled again" in page
+    assert "accounts  since the start" in page, "other waits are of the newest steps"
+
+
+async def test_status_and_its_advice_tell_one_share_of_waiting(tmp_path: Path) -> None:
+    write_config(tmp_path / "waits", "trainer: {steps: 9}\n")
+    waits_s = [9.0, 5.0, 2.0, 2.0]
+    write_rows(tmp_path / "waits", [{"step": n, "wall_s": 10.0, "wait_s": s} for n, s in enumerate(waits_s)])
+    page = (await invoke(str(tmp_path / "waits"))).stdout
+    assert "trainer   30% of" in page
+    assert "The trainer waits 30% of" in page
 
 
 async def test_a_fine_tuning_shows_its_loss_and_nothing_of_rollouts(tmp_path: Path) -> None:
