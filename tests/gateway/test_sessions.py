@@ -19,7 +19,6 @@ from penstock.agent_loops.rewards import RewardFunction
 from penstock.gateway.errors import Conflict, Gone, NoEpisode, NotNow
 from penstock.gateway.prefix_tree import hash_of
 from penstock.gateway.sessions import BadHandle, SessionManager, episode_key, handle_of, lease_of, opens
-from penstock.tools.swe import tool_reward
 from penstock.transfer_queue import COMPLETED, Outcome, OutcomeKind, QueueUnavailable
 
 MORE = {"role": "user", "content": "And 1+1?"}
@@ -200,14 +199,13 @@ async def test_limit_of_run_truncates(make_bench, wanted, kind, limit):
     assert (await bench.trajectory(episode, 0.5, wanted)).outcome.kind is kind
 
 
-def broken(data_source, solution_str, ground_truth, extra_info):
-    raise ValueError("no such column")
+async def test_a_reward_function_that_fails_is_a_failure_not_a_zero(make_bench):
+    """One that reads `tool_rewards` fails too: tools that grade run in agent workers alone."""
 
+    def of_tools(data_source, solution_str, ground_truth, extra_info):
+        return sum(extra_info["tool_rewards"].values())
 
-@pytest.mark.parametrize("function", [broken, tool_reward])
-async def test_a_reward_function_that_fails_is_a_failure_not_a_zero(make_bench, function):
-    """Tools that grade run in agent workers alone: the reward that adds up theirs has nothing to add here."""
-    bench = await make_bench(reward=RewardFunction(function))
+    bench = await make_bench(reward=RewardFunction(of_tools))
     episode = await bench.open()
     await say(episode)
     ending = await bench.manager.finish(episode.handle, None)

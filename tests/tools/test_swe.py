@@ -13,6 +13,7 @@ from penstock.agent_loops import InfraFailure
 from penstock.sandbox import SandboxConfig, SandboxLost, make_sandbox
 from penstock.testing import try_loop
 from penstock.tools import ToolConfig, ToolConfigError, ToolInfraError, make_tools, sharing
+from penstock.tools.swe import tool_reward
 from penstock.transfer_queue import Task
 
 __all__ = ["rows", "tokenizer_for"]
@@ -136,3 +137,11 @@ def test_swe_tools_refuse_tools_of_another_box():
 def test_swe_tools_settings_are_checked():
     with pytest.raises(ToolConfigError, match="reward"):
         make_tools([ToolConfig(name="swe", settings={"reward": "much"})], object())
+
+
+def test_a_recorded_episode_is_not_graded_by_tools() -> None:
+    """Its client has tools of its own: 0 would be a reward that nobody gave."""
+    assert tool_reward("swe", "", None, {"tool_rewards": {"shell": 1.0}}) == 1.0
+    assert tool_reward("swe", "", None, {"tool_rewards": {}}) == 0.0
+    with pytest.raises(ValueError, match="its client posts the reward"):
+        tool_reward("swe", "", None, {"final_text": "done"})

@@ -24,7 +24,10 @@ class SftConfig(BaseModel):
         description="FILE.py:function that plays tasks of data.train; episodes with the full reward are trained on.",
     )
     policy_rows: int = Field(512, ge=0, description="Tasks that the policy plays; 0: all.")
-    min_reward: float | None = Field(None, description="Of a trajectory of `runs`, None: any; of an episode of `policy`, None: the task's full reward.")
+    min_reward: float | None = Field(
+        None,
+        description="Of a trajectory of `runs`, None: any; of an episode of `policy`, None: the task's full reward.",
+    )
     newest_versions: int = Field(
         0,
         ge=0,
