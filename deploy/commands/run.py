@@ -39,7 +39,7 @@ def run_recipe(
     with uncollected():
         from penstock.deploy.run.launcher import Interrupted, launch
         from penstock.deploy.run.processes import RoleFailed
-        from penstock.deploy.run.report import describe_end
+        from penstock.deploy.run.summary import describe_end
         from penstock.deploy.run.supervisor import StalledRun, VersionRefused
 
     where = f" --on ray{f' --ray-address {ray_address}' if ray_address else ''}" if on_ray else ""

@@ -51,7 +51,8 @@ from penstock.deploy.run.head_lease import run_headed
 from penstock.deploy.run.identity import changed_settings, describe_found, identity_of, refuse_another_model
 from penstock.deploy.run.plan import ADDED, page_roles, roles_of
 from penstock.deploy.run.processes import RoleFailed, RoleProcess
-from penstock.deploy.run.report import BudgetSpent, Reporter, load_plotting, restarts_of, write_summary
+from penstock.deploy.run.report import BudgetSpent, Reporter, restarts_of
+from penstock.deploy.run.summary import load_plotting, write_summary
 from penstock.deploy.run.supervisor import LocalPlacement, Placement, StalledRun, Supervisor, VersionRefused
 from penstock.deploy.run.weights_folder import remove_weights, weights_entered
 from penstock.deploy.run_dir import LivesFile, RunDir, RunLock

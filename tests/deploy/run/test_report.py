@@ -18,7 +18,8 @@ from penstock.common import cancel_and_wait
 from penstock.dashboard import plain
 from penstock.deploy import RunConfig, RunDir, limits_of, load_config
 from penstock.deploy.commands.run import _nothing_left
-from penstock.deploy.run.report import Reporter, describe_end, write_summary
+from penstock.deploy.run.report import Reporter
+from penstock.deploy.run.summary import describe_end, write_summary
 from penstock.deploy.run_dir import LivesFile, LivesTotal
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import DeadLetter, Outcome, OutcomeKind, WeightUpdate
