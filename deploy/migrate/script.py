@@ -34,7 +34,7 @@ _OWN_FOLDER = re.compile(
     r"(?:dirname(?:\$0|\$\{?BASH_SOURCE(?:\[0\]\})?\}?)|cd\$\(dirname(?:\$0|\$\{?BASH_SOURCE(?:\[0\]\})?\}?)\)"
     r"(?:>/dev/null(?:2>&1)?)?&&pwd(?:-P)?)"
 )
-_CONDITION, _END = re.compile(r"\s*(?:if|case)\b"), re.compile(r"\s*(?:fi|esac)\b")
+_CONDITION, _END = re.compile(r"\s*if\b"), re.compile(r"\s*fi\b")
 _ESAC = re.compile(r"\s*esac\b")
 _CASE, _ARM = re.compile(r"\s*case\s+(.+?)\s+in\b", re.DOTALL), re.compile(r"\s*([^\s()|]+(?:\s*\|\s*[^\s()|]+)*)\s*\)")
 _TEST, _LOOP = re.compile(r"\s*(?:\[|test\b)"), re.compile(r"\s*(?:for|select)\b")
@@ -54,6 +54,8 @@ class _Case:
 
     chosen: str | None
     """The patterns of the one branch that is read; None: it is not known which one runs, all are read."""
+    depth: int
+    """The ``if`` around it: at its end they are as many again, even if a branch lacks a ``fi``."""
     is_read: bool = True
     """The branch at the place that is read counts."""
 
@@ -71,6 +73,8 @@ class ShellScript:
         """Variables that a branch sets, or one that follows from such a variable."""
         self._in_branch = False
         self._cases: list[_Case] = []
+        self._depth = 0
+        """The ``if`` around the place that is read."""
         self.uncertain: dict[str, str] = {}
         """Settings whose values come from a branch that may not run."""
         self.notes: list[str] = []
@@ -79,13 +83,16 @@ class ShellScript:
     def read(self, text: str) -> dict[str, str]:
         """Return dotted key → text of its value. Raises `ValueError` for a quotation that has no end, and for a script
         that starts several runs."""
-        runs, others, depth = list[dict[str, str]](), dict[str, str](), 0
+        runs, others = list[dict[str, str]](), dict[str, str]()
         commands = list(_commands(text))
         for place, (command, is_guarded) in enumerate(commands):
-            depth += (_CONDITION.match(command) is not None) - (_END.match(command) is not None)
-            plain = _KEYWORD.sub("", self._follow_case(command, [later for later, _ in commands[place:]]))
-            self._in_branch = is_guarded or depth > sum(case.chosen is not None for case in self._cases)
-            if _LOOP.match(plain) or not all(case.is_read for case in self._cases):
+            rest = self._follow_case(command, [later for later, _ in commands[place:]])
+            if not all(case.is_read for case in self._cases):
+                continue
+            self._depth += (_CONDITION.match(rest) is not None) - (_END.match(rest) is not None)
+            self._in_branch = is_guarded or self._depth > 0 or any(case.chosen is None for case in self._cases)
+            plain = _KEYWORD.sub("", rest)
+            if _LOOP.match(plain):
                 continue
             if array := _ARRAY.fullmatch(plain):
                 before = self._arrays.get(array[1], []) if array[2] else []
@@ -104,10 +111,10 @@ class ShellScript:
     def _follow_case(self, command: str, following: Sequence[str]) -> str:
         """The command without what begins a ``case`` or one of its branches; `following` are it and all later ones."""
         if opened := _CASE.match(command):
-            self._cases.append(_Case(self._chosen_arm(opened[1], _arms(following)), is_read=False))
+            self._cases.append(_Case(self._chosen_arm(opened[1], _arms(following)), self._depth, is_read=False))
             command = command[opened.end() :]
         if self._cases and _ESAC.match(command):
-            self._cases.pop()
+            self._depth = self._cases.pop().depth
         elif self._cases and (arm := _ARM.match(command)):
             case = self._cases[-1]
             case.is_read = case.chosen in (None, arm[1])

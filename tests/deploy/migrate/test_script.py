@@ -85,6 +85,8 @@ GPUS = "trainer.n_gpus_per_node"
             {GPUS: 2},
             ["the one of gpu", "may not run"],
         ),
+        ("case $D in\ngpu) G=8 ;;\nnpu)\nif $V; then G=1\nelse G=2\n;;\nesac", {GPUS: 8}, ["the one of gpu"]),
+        ("if $D; then\ncase gpu in gpu) G=8;; esac\nfi", {GPUS: 8}, ["may not run"]),
         ("case $D in a) G=1;; b) G=2;; esac", {GPUS: 2}, ["may not run"]),
     ],
 )
