@@ -112,7 +112,7 @@ def check_devices(config: RunConfig) -> Check | None:
         "gpus",
         False,
         f"no driver of a GPU on this machine, and {' and '.join(needing)} {verb} one",
-        f"run it where a GPU and its driver are; or set {', '.join(needing.values())}, which computes on CPUs",
+        f"run it where a GPU and its driver are; or, to compute on CPUs, set {', '.join(needing.values())}",
     )
 
 
@@ -215,7 +215,8 @@ def _builds(config: RunConfig) -> dict[str, TorchBuild]:
 
 def check_gpus(config: RunConfig) -> Iterator[Check]:
     if not has_gpu():
-        yield skipped("gpus", "no NVIDIA driver on this machine: everything runs on CPUs")
+        if check_devices(config) is None:  # else that check has refused the run
+            yield skipped("gpus", "no NVIDIA driver on this machine: everything runs on CPUs")
         return
     if importlib.util.find_spec("torch") is None:
         yield skipped("gpus", "torch is not installed here")

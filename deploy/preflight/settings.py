@@ -234,8 +234,10 @@ def check_concurrency(config: RunConfig) -> Check:
     step = config.groups_per_step * config.group_size
     admitted = step * (config.max_staleness + 1)
     at_once = config.agent.workers * config.agent.concurrency
-    detail = f"{at_once} episodes at once, of {admitted} in flight at max_staleness {config.max_staleness}"
-    advice = f"agent.concurrency={math.ceil(admitted / config.agent.workers)} runs all of them"
+    places = f"{config.agent.workers} workers with agent.concurrency={config.agent.concurrency} each"
+    in_flight = f"{admitted} in flight at max_staleness {config.max_staleness}"
+    detail = f"{at_once} episodes at once ({places}), of {in_flight}"
+    advice = f"agent.concurrency={math.ceil(admitted / config.agent.workers)} for each worker runs all of them"
     if at_once < step:
         return warning("agent.concurrency", f"{detail}; a step has {step}", f"{advice} at once")
     if at_once < admitted:

@@ -62,7 +62,8 @@ def check_stop_grace(config: RunConfig) -> Iterator[Check]:
         return
     size = checkpoint_bytes(config, shape)
     expected_s, name = AROUND_SAVE_S + size / rate, "stop grace"
-    save = f"a checkpoint of {human(size)} takes about {expected_s:.0f} s at {human(rate)}/s"
+    parts = f"{AROUND_SAVE_S:.0f} s for the step under way, the rest for {human(size)} at {human(rate)}/s"
+    save = f"to save after SIGTERM takes about {expected_s:.0f} s ({parts})"
     short = [(what, fix) for what, seconds, fix in _known_graces(config) if seconds < expected_s]
     for what, fix in short:
         yield warning(name, f"{save}, and {what}: a preempted trainer loses the steps since its last checkpoint", fix)

@@ -9,7 +9,7 @@ import pytest
 from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import load_config
-from penstock.deploy.preflight.machine import check_devices, check_size, check_threads
+from penstock.deploy.preflight.machine import check_devices, check_gpus, check_size, check_threads
 from penstock.deploy.preflight.settings import check_dtype, check_engine, check_training_engine
 from penstock.deploy.preflight.suite import FACTS
 
@@ -82,6 +82,8 @@ def test_what_computes_on_gpus_alone_is_refused_without_one(setting: str) -> Non
     assert not problem.ok
     assert setting.removesuffix("=true") in problem.found
     assert setting.partition("=")[0] in problem.fix
+    assert list(check_gpus(load_config(RECIPE, [setting]))) == [], "one finding of GPUs, not two that contradict"
+    assert [one.verdict for one in check_gpus(load_config(RECIPE))] == ["skip"]
 
 
 @pytest.mark.usefixtures("gpu")

@@ -169,9 +169,9 @@ def test_settings_that_work_together(check: Asked, overrides: list[str]) -> None
 @pytest.mark.parametrize(
     ("concurrency", "verdict", "found"),
     [
-        (96, "ok", "192 episodes at once, of 192"),
-        (32, "ok", "64 episodes at once, of 192"),
-        (31, "warn", "62 episodes at once, of 192"),
+        (96, "ok", "192 episodes at once (2 workers with agent.concurrency=96 each), of 192"),
+        (32, "ok", "64 episodes at once (2 workers with agent.concurrency=32 each), of 192"),
+        (31, "warn", "62 episodes at once (2 workers with agent.concurrency=31 each), of 192"),
     ],
 )
 def test_fewer_places_than_staleness_admits(concurrency: int, verdict: str, found: str) -> None:
@@ -179,7 +179,7 @@ def test_fewer_places_than_staleness_admits(concurrency: int, verdict: str, foun
     check = check_concurrency(load_config(RECIPE, [f"agent.concurrency={concurrency}"]))
     assert check.verdict == verdict
     assert found in check.found
-    assert ("agent.concurrency=96" in check.found + check.fix) == (concurrency < 96)
+    assert ("agent.concurrency=96 for each" in check.found + check.fix) == (concurrency < 96)
     assert (check.fix != "") == (verdict == "warn")
 
 

@@ -84,6 +84,7 @@ def test_doctor_says_that_a_small_checkpoint_has_time(tmp_path: Path) -> None:
     assert found.ok
     assert not found.warns
     assert "25 s" in found.found
+    assert "after SIGTERM takes about 15 s (15 s for the step under way" in found.found
 
 
 @pytest.mark.parametrize("which", ["recipe", "container", "slurm"])
