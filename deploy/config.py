@@ -39,10 +39,10 @@ STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 
 
 def _staleness(value: Any) -> Any:
-    """The versions that a name stands for. Raises `ValueError` for another name."""
-    if not isinstance(value, str) or value.isdecimal():
+    """The versions that a name stands for. Raises `ValueError` for another name, and for a truth value."""
+    if not isinstance(value, str | bool) or str(value).isdecimal():
         return value
-    if value not in STALENESS_NAMES:
+    if isinstance(value, bool) or value not in STALENESS_NAMES:
         names = ", ".join(STALENESS_NAMES)
         raise ValueError(f"must be {names} or a number from 0 to 64")
     return STALENESS_NAMES[value]

@@ -46,6 +46,7 @@ def test_load_config_override_values(recipe: Path) -> None:
             ["override 'agent.parser=hermez': agent.parser: ", "'auto', 'hermes'", "Format of the"],
         ),
         ("max_staleness=asynch", ["must be sync, one_step_off, fully_async or a number"]),
+        ("max_staleness=true", ["must be sync, one_step_off, fully_async or a number"]),
         ("tools=absent.yaml", ["absent.yaml: no YAML file with a list of tools"]),
         ("group_size=0", ["group_size:", "greater than or equal to 1", "Episodes per task"]),
         ("trainer", ["override 'trainer'", "section.key=value"]),
