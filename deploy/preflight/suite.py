@@ -42,6 +42,7 @@ from penstock.deploy.preflight.network import (
     check_redis,
     check_weights_host,
 )
+from penstock.deploy.preflight.program import check_program
 from penstock.deploy.preflight.routing import check_routing_replay
 from penstock.deploy.preflight.sandbox import check_containment, check_harbor_tasks, check_sandbox
 from penstock.deploy.preflight.service import check_keys, check_service, check_service_memory
@@ -102,6 +103,7 @@ FACTS: tuple[Asked, ...] = (
     check_curriculum,
     check_sources,
     check_loop,
+    check_program,
     check_template,
     check_teachers,
     check_sandbox,

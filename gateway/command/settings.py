@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +16,11 @@ from penstock.transfer_queue import Task
 
 FILES = "files"
 """Column of a row: path → text of files that lie in the program's folder when it starts."""
+OF_TASK = frozenset({"task_id", "prompt", "system", "messages"})
+OF_BOX = frozenset({"base_url", "anthropic_base_url", "api_key", "model", "folder", "home", "prompt_file"})
+"""Placeholders of every episode; a row's plain columns are others."""
+# The shell's ``${name}`` and JSON's braces are left alone.
+_PLACEHOLDER = re.compile(r"(?<!\$)\{([A-Za-z_]\w*)\}")
 
 
 class CommandSettings(BaseModel):
@@ -56,9 +61,8 @@ class Placeholders:
     """Values by name: those of the endpoint, the task's messages, and the plain columns of its row."""
 
     def __init__(self, task: Task, extra: Mapping[str, str]) -> None:
-        columns = {name: str(value) for name, value in task.extra_info.items() if isinstance(value, str | int | float)}
         self._values = {
-            **columns,
+            **plain_columns(task.extra_info),
             "task_id": task.task_id,
             "prompt": "\n\n".join(texts_of(task.messages, "user")),
             "system": "\n\n".join(texts_of(task.messages, "system")),
@@ -79,18 +83,44 @@ class Placeholders:
             if name not in self._values:
                 if code:
                     return match[0]
-                raise InfraFailure(
-                    "loop", f"agent.settings.{where}: {{{name}}} is not a placeholder{nearest(name, self._values)}"
-                )
+                raise InfraFailure("loop", not_a_placeholder(name, where, self._values))
             return shlex.quote(self._values[name]) if quoted else self._values[name]
 
-        # The shell's ``${name}`` and JSON's braces are left alone.
-        return re.sub(r"(?<!\$)\{([A-Za-z_]\w*)\}", value, text)
+        return _PLACEHOLDER.sub(value, text)
 
     def argv(self, command: str | Sequence[str]) -> list[str]:
         if isinstance(command, str):
             return ["sh", "-c", self.fill(command, "command", quoted=True)]
         return [self.fill(part, "command") for part in command]
+
+
+def plain_columns(extra_info: Mapping[str, Any]) -> dict[str, str]:
+    """Return the columns of a row that are placeholders: texts and numbers."""
+    return {name: str(value) for name, value in extra_info.items() if isinstance(value, str | int | float)}
+
+
+def columns_named(settings: CommandSettings) -> dict[str, str]:
+    """Placeholders that only a column of the rows can be → the first setting that has each."""
+    command = settings.command if isinstance(settings.command, str) else "\n".join(settings.command)
+    texts = {"command": command, "stdin": settings.stdin}
+    texts |= {f"environment.{name}": text for name, text in settings.environment.items()}
+    found: dict[str, str] = {}
+    for where, text in texts.items():
+        for name in _PLACEHOLDER.findall(text):
+            if name not in OF_TASK | OF_BOX:
+                found.setdefault(name, where)
+    return found
+
+
+def unknown_placeholder(settings: CommandSettings, rows: Iterable[Mapping[str, Any]]) -> str:
+    """Name a placeholder that none of these rows' `extra_info` has; empty if each has a value in some row."""
+    columns = {name for row in rows for name in plain_columns(row)}
+    unknown = [(name, where) for name, where in columns_named(settings).items() if name not in columns]
+    return not_a_placeholder(*unknown[0], OF_TASK | OF_BOX | columns) if unknown else ""
+
+
+def not_a_placeholder(name: str, where: str, known: Iterable[str]) -> str:
+    return f"agent.settings.{where}: {{{name}}} is not a placeholder{nearest(name, known)}"
 
 
 def texts_of(messages: Sequence[Mapping[str, Any]], role: str) -> list[str]:
