@@ -12,5 +12,6 @@ from .protocol import SandboxError as SandboxError
 from .protocol import SandboxLost as SandboxLost
 from .protocol import ServedSession as ServedSession
 from .protocol import Session as Session
+from .protocol import UnmetNeeds as UnmetNeeds
 from .remote import RemoteSandbox as RemoteSandbox
 from .session import put_folder as put_folder

@@ -133,7 +133,8 @@ class LimitedSandbox(ABC):
             if (amount := getattr(needs, name)) is not None and amount > most:
                 raise UnmetNeeds(
                     f"a session asks for {name} {amount:g}, and a session may have {most:g}: raise"
-                    f" sandbox.own_limits.{name}, or leave its task out"
+                    f" sandbox.own_limits.{name}, or leave its task out",
+                    *(name, f"sandbox.own_limits.{name}", most),
                 )
 
     async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> Session:

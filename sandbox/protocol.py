@@ -24,6 +24,11 @@ class NoSuchImage(SandboxError):
 class UnmetNeeds(SandboxError):
     """A session asks for a box that this maker may not or cannot make; the message names the setting."""
 
+    def __init__(self, reason: str, need: str = "", setting: str = "", limit: float = 0.0) -> None:
+        """`setting` bounds the `need` of this name, a field of `BoxNeeds`; empty where another thing is in the way."""
+        super().__init__(reason)
+        self.need, self.setting, self.limit = need, setting, limit
+
 
 class NoSnapshots(SandboxError):
     """Boxes of this backend, or a box like this one, cannot be copied; the message names it."""

@@ -105,7 +105,9 @@ async def _check(
     from penstock.datasets.harbor import Checker, select
     from penstock.deploy.run.connection import TOKEN_VARIABLE
     from penstock.sandbox import make_sandbox
+    from penstock.sandbox.harbor import check_pids
 
+    check_pids(config)
     folders = select(folder, names)
     sandbox = make_sandbox(config, "harbor-check", os.environ.get(TOKEN_VARIABLE), 3600.0)
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.common import pattern_of
-from penstock.datasets import BadSpec, check_spec, is_generated, materialise
+from penstock.datasets import HARBOR, BadSpec, check_spec, is_generated, materialise
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check
 
@@ -80,12 +80,24 @@ def _fix(problem: str) -> str:
     if "is missing; found" in problem:
         needed = "prompt, data_source and reward_model.ground_truth"
         return f"give every row {needed} (docs/guide/data.md); a column of another name is renamed"
+    if "did you mean harbor:" in problem:
+        return f"set data.train=harbor:{problem.rpartition('harbor:')[2].rstrip('?')}"
+    if problem.startswith(HARBOR):
+        return _fix_of_folder(problem)
     if ", row " in problem:
         return "correct the row, or leave it out; docs/guide/data.md describes the columns"
     return (
         "set data.train and data.eval to a Parquet or JSON lines file, generate:NAME or harbor:FOLDER;"
         " the first lines of a recipe that ships have the commands that make its files"
     )
+
+
+def _fix_of_folder(problem: str) -> str:
+    if ": task " in problem:
+        return (
+            "complete or correct the task's folder, or move it out; `penstock data check` proves the tasks of a folder"
+        )
+    return "give a task's folder or a folder of tasks; a relative path is of the recipe's folder or the current one"
 
 
 def check_curriculum(config: RunConfig) -> Check | None:

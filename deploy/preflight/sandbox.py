@@ -21,8 +21,8 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, skipped
 from penstock.deploy.preflight.data import rewards_of
 from penstock.deploy.run.connection import TOKEN_VARIABLE
-from penstock.sandbox import Sandbox, SandboxError, Session
-from penstock.sandbox.harbor import HarborTask, HarborTaskError, tasks_of
+from penstock.sandbox import Sandbox, SandboxError, Session, UnmetNeeds
+from penstock.sandbox.harbor import HarborTask, HarborTaskError, check_pids, tasks_of
 from penstock.tools import ToolConfigError, need_sandbox
 
 OWNER = "doctor"
@@ -69,8 +69,14 @@ def check_sandbox(config: RunConfig) -> Check | None:
     try:
         asyncio.run(_try(config))
     except SandboxError as error:
-        return Check("sandbox", False, str(error), "install what it names, or set another sandbox.backend")
+        return Check("sandbox", False, str(error), _fix(str(error)))
     return Check("sandbox", True, config.sandbox.backend)
+
+
+def _fix(problem: str) -> str:
+    if problem.startswith("sandbox.folders"):
+        return "make that folder, or correct sandbox.folders; a relative path lies in the current directory"
+    return "install what it names, or set another sandbox.backend"
 
 
 def check_harbor_tasks(config: RunConfig) -> Check | None:
@@ -79,24 +85,50 @@ def check_harbor_tasks(config: RunConfig) -> Check | None:
     if not specs or not needs_boxes(config):
         return None
     try:
+        check_pids(config.sandbox)
+    except HarborTaskError as error:
+        problem, _, fix = str(error).rpartition(": ")
+        return Check("tasks' boxes", False, problem, fix)
+    try:
         tasks = [task for spec in specs for task in tasks_of(Path(spec.removeprefix(HARBOR)))]
         problems = asyncio.run(_unmet(config, tasks))
     except (HarborTaskError, SandboxError):
         return None  # `check_data` and `check_sandbox` say so
     if problems:
-        refused = f"{len(problems)} of {len(tasks)} tasks cannot have their box: {'; '.join(problems[:3])}"
-        return Check("tasks' boxes", False, refused, "change that setting, or leave these tasks out")
+        refused, fix = _too_small(problems)
+        refused = f"{len(problems)} of {len(tasks)} tasks cannot have their box: {refused}"
+        return Check("tasks' boxes", False, refused, f"{fix}, or leave these tasks out")
     return Check("tasks' boxes", True, f"{len(tasks)} tasks can have theirs")
 
 
-async def _unmet(config: RunConfig, tasks: Sequence[HarborTask]) -> list[str]:
+def _too_small(problems: Sequence[tuple[HarborTask, SandboxError]]) -> tuple[str, str]:
+    """(what the tasks ask for and do not get, a sentence per setting; the fix of all)"""
+    groups = dict[str, list[tuple[HarborTask, SandboxError]]]()
+    for task, error in problems:
+        setting = error.setting if isinstance(error, UnmetNeeds) else ""
+        groups.setdefault(setting or str(error), []).append((task, error))
+    sentences, fixes = [], []
+    for group in groups.values():
+        first, error = group[0]
+        more = f" and {len(group) - 1} other{'s' * (len(group) > 2)}" if len(group) > 1 else ""
+        if isinstance(error, UnmetNeeds) and error.setting:
+            most = max(getattr(task.needs, error.need) for task, _ in group)
+            amount = f"environment.{error.need} {'up to ' * (len(group) > 1)}{most:g}"
+            sentences.append(f"task.toml of {first.name}{more} asks for {amount}; {error.setting} is {error.limit:g}")
+            fixes.append(f"set {error.setting}={most:g}")
+        else:
+            sentences.append(f"{first.name}{more}: {error}")
+    return "; ".join(sentences), " and ".join(fixes) or "change what it names"
+
+
+async def _unmet(config: RunConfig, tasks: Sequence[HarborTask]) -> list[tuple[HarborTask, SandboxError]]:
     sandbox, problems = open_sandbox(config), []
     try:
         for task in tasks:
             try:
                 sandbox.check_needs(task.needs)
             except SandboxError as error:
-                problems.append(f"{task.name}: {error}")
+                problems.append((task, error))
     finally:
         await sandbox.close()
     return problems

@@ -103,7 +103,8 @@ class BwrapSandbox(DriverSandbox):
             if (amount := getattr(needs, name)) is not None and amount > getattr(self.config, setting):
                 raise UnmetNeeds(
                     f"a session asks for {name} {amount:g}, and boxes of bwrap have sandbox.{setting}"
-                    f" {getattr(self.config, setting):g}: set sandbox.{setting}={amount:g}"
+                    f" {getattr(self.config, setting):g}: set sandbox.{setting}={amount:g}",
+                    *(name, f"sandbox.{setting}", getattr(self.config, setting)),
                 )
 
     async def _copy(self, session: Session, slot: SessionSlot) -> BoxCopy:

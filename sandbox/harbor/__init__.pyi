@@ -1,5 +1,6 @@
 from .environment import SOLVE_OUTPUT as SOLVE_OUTPUT
 from .environment import HarborEnvironment as HarborEnvironment
+from .environment import check_pids as check_pids
 from .folders import find_task_folders as find_task_folders
 from .folders import read_task as read_task
 from .folders import tasks_of as tasks_of

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.common import Backoff, retry
+from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.harbor.packing import packed
 from penstock.sandbox.harbor.task import HarborTask, HarborTaskError, resolved
 from penstock.sandbox.protocol import (
@@ -34,11 +35,22 @@ HOUSEKEEPING_S = 60.0
 WHILE_FULL, WAITS_WHILE_FULL = Backoff(0.5, 4.0), 10
 ROOM = 8
 """Processes that tests may start at once, at least: where one of them cannot start, a box is full."""
+LEAST_PIDS = ROOM + 2
+"""`sandbox.pids` of a box that can be graded: the box's first process, the shell, and these."""
 REWARD_JSON, REWARD_TEXT = "/logs/verifier/reward.json", "/logs/verifier/reward.txt"
 TEST_OUTPUT = "/logs/verifier/test-stdout.txt"
 PATCH_FILE = "/tmp/.penstock_harbor.patch"  # noqa: S108 - the box's own
 SOLVE_OUTPUT = "/logs/agent/oracle.txt"
 _GIT = "git -c safe.directory='*' -c core.hooksPath=/dev/null"
+
+
+def check_pids(config: SandboxConfig) -> None:
+    """Raises `HarborTaskError` if no box of these settings can be graded. A server's boxes have the server's."""
+    if config.backend != "remote" and config.pids < LEAST_PIDS:
+        raise HarborTaskError(
+            f"sandbox.pids is {config.pids}: a task's tests need room for {ROOM} processes, which is {LEAST_PIDS} with"
+            " the box's own: set sandbox.pids=64 or more"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +171,7 @@ class HarborEnvironment:
             # What the agent left running may hold every process that the box may have, for some seconds yet.
             life = await retry(self._life_with_room, WHILE_FULL, retries=WAITS_WHILE_FULL, on=HarborTaskError)
         except HarborTaskError as error:
-            return HarborGrade(cause=str(error))
+            return HarborGrade(cause=self._without_name(error))
         if life != self._life:
             self._life = life
             await self._set_up()
@@ -174,7 +186,7 @@ class HarborEnvironment:
         try:
             await self._put("/tests", await asyncio.to_thread(packed, self.task.tests, script), "tests")
         except HarborTaskError as error:  # the agent may have broken the box: that is not a failure of the task
-            return HarborGrade(cause=str(error), seconds=time.monotonic() - started)
+            return HarborGrade(cause=self._without_name(error), seconds=time.monotonic() - started)
         ran = await self._script("/tests/test.sh", TEST_OUTPUT, self.task.verifier_timeout_s, self._verifier_variables)
         rewards, cause = await self._rewards(ran)
         return HarborGrade(rewards, cause, time.monotonic() - started)
@@ -230,8 +242,12 @@ class HarborEnvironment:
         _, life = await _located(self.session, self.task)
         start_some = f"for n in {' '.join(map(str, range(ROOM)))}; do sleep 0.2 & done; wait"
         result = await self.session.run(_shell(start_some), timeout_s=HOUSEKEEPING_S)
-        _require(result, self.task, f"what runs in its box leaves no room for {ROOM} processes")
+        _require(result, self.task, f"sandbox.pids leaves no room for {ROOM} more processes in its box: raise it")
         return life
+
+    def _without_name(self, error: HarborTaskError) -> str:
+        """The message alone: the reader of a grade names the task."""
+        return str(error).removeprefix(f"task {self.task.name}: ")
 
     def _with_variables(self, argv: list[str], more: Mapping[str, str] | None = None) -> list[str]:
         variables = {**self.variables, **(more or {})}

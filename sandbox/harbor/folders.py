@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from penstock.common import nearest
 from penstock.sandbox.harbor.task import HarborTask, HarborTaskError
 from penstock.sandbox.harbor.task_toml import CONFIG, read_harbor
 from penstock.sandbox.harbor.terminal_bench import OLD_CONFIG, read_terminal_bench
@@ -16,8 +17,10 @@ def is_task(folder: Path) -> bool:
 
 def find_task_folders(folder: Path) -> list[Path]:
     """`folder` itself, else the folders right in it that are tasks, by name. Raises `HarborTaskError` where none is."""
+    if folder.is_file():
+        raise HarborTaskError(f"{folder}: a file; give its folder, {folder.parent}")
     if not folder.is_dir():
-        raise HarborTaskError(f"{folder}: no such folder")
+        raise HarborTaskError(f"{folder.absolute()}: no such folder{_similar(folder.absolute())}")
     if is_task(folder):
         return [folder]
     inside = [one for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")]
@@ -25,6 +28,12 @@ def find_task_folders(folder: Path) -> list[Path]:
     if not tasks:
         raise HarborTaskError(f"{folder}: neither it nor a folder in it has a {CONFIG} or {OLD_CONFIG}")
     return tasks
+
+
+def _similar(folder: Path) -> str:
+    """Hint at a folder of a similar name next to the one that is not there."""
+    beside = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
+    return nearest(folder.name, beside)
 
 
 def read_task(folder: Path) -> HarborTask:

@@ -160,6 +160,7 @@ def test_the_boxes_are_the_recipes_with_its_overrides(tmp_path: Path) -> None:
         (["--backend", "vm"], "backend"),
         (["--recipe", "no.yaml"], "no.yaml"),
         (["sandbox.memory_mb=1024"], "add --recipe"),
+        (["--recipe", str(SHIPPED / "tools.yaml"), "sandbox.pids=4"], "sandbox.pids is 4"),
     ],
 )
 def test_the_command_names_what_is_wrong(write_task: WriteTask, more: list[str], named: str) -> None:

@@ -85,6 +85,8 @@ def _files_of(path: Path) -> list[Path]:
             raise DataError(f"dataset {path}: unknown kind {path.suffix!r}; give a .parquet or .jsonl file")
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix in READERS)
+    if not files and any(path.glob("*/task.toml")):
+        raise DataError(f"dataset {path}: it holds tasks of Harbor; did you mean harbor:{path}?")
     if not files:
         raise DataError(f"dataset {path}: a folder without .parquet, .jsonl or .ndjson files")
     # ``-00003-of-00010`` of a shard's name, Spark's ``-00003-c000``, or a number at its end.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ from penstock.deploy.preflight.machine import check_threads
 from penstock.deploy.preflight.model import check_context, check_model
 from penstock.deploy.preflight.network import check_ports, check_weights_host
 from penstock.deploy.preflight.routing import check_routing_replay
-from penstock.deploy.preflight.sandbox import check_harbor_tasks, check_sandbox
+from penstock.deploy.preflight.sandbox import check_sandbox
 from penstock.deploy.preflight.settings import (
     check_algorithm,
     check_capacity,
@@ -322,18 +321,6 @@ def test_rows_that_can(
     dataset: Callable[..., list[str]], check: Asked, rows: list[dict[str, Any]], overrides: list[str]
 ) -> None:
     assert failed(check, *dataset(rows, overrides)) == {}
-
-
-@pytest.mark.bwrap
-def test_a_harbor_task_that_needs_a_larger_box_is_named(tmp_path: Path) -> None:
-    shutil.copytree(RECIPE.parent / "harbor" / "tasks", tmp_path / "tasks")
-    toml = tmp_path / "tasks" / "hello-file" / "task.toml"
-    toml.write_text(toml.read_text().replace("memory_mb = 256", "memory_mb = 1025"))
-    words = [f"data.train=harbor:{tmp_path / 'tasks'}", "tools=[{name: harbor}]", "sandbox.own_root=true"]
-    refusal = failed(check_harbor_tasks, *words, "sandbox.memory_mb=1024")["tasks' boxes"].found
-    assert refusal.startswith("1 of 2 tasks cannot have their box: hello-file: "), refusal
-    assert refusal.endswith("set sandbox.memory_mb=1025"), refusal
-    assert failed(check_harbor_tasks, *words, "sandbox.memory_mb=1025") == {}
 
 
 @pytest.mark.parametrize(("source", "needed"), [("codecontests", True), ("openai/gsm8k", False)])

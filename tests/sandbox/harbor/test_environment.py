@@ -12,7 +12,7 @@ from tests.sandbox.server.conftest import TOKEN, serving
 
 from penstock.sandbox import BoxNeeds, RemoteSandbox, Sandbox, make_sandbox
 from penstock.sandbox.harbor import HarborEnvironment, HarborTaskError, read_task
-from penstock.sandbox.harbor.environment import HarborGrade
+from penstock.sandbox.harbor.environment import LEAST_PIDS, HarborGrade
 from penstock.sandbox.protocol import UnmetNeeds
 from penstock.sandbox.session import DriverSession
 
@@ -213,3 +213,15 @@ async def test_an_agent_that_breaks_its_box_is_graded_without_a_reward(boxes: Sa
     grade = await graded(boxes, write_task(), "rm -rf /logs/verifier && touch /logs/verifier")
     assert grade.reward is None
     assert "reward files cannot be removed" in grade.why_none()
+
+
+async def test_a_box_without_room_for_the_tests_names_its_setting(
+    write_task: WriteTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.sandbox.harbor.environment.WAITS_WHILE_FULL", 1)
+    small = make_sandbox(BOXES.model_copy(update={"pids": LEAST_PIDS - 1}), "tests-small-boxes")
+    try:
+        cause = (await graded(small, write_task())).why_none()
+    finally:
+        await small.close()
+    assert cause.startswith("sandbox.pids leaves no room"), "who reports it names the task"

@@ -87,7 +87,14 @@ def test_all_broken_tasks_of_a_folder_are_named_at_once(write_task: WriteTask) -
 
 
 def test_no_folder_and_no_tasks_are_named(tmp_path: Path) -> None:
-    for folder, named in ((tmp_path / "none", "no such folder"), (tmp_path, "neither it nor a folder in it")):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "a.toml").touch()
+    wrong = {
+        tmp_path / "taks": f"{tmp_path}/taks: no such folder; did you mean 'tasks'",
+        tmp_path: "neither it nor a folder in it",
+        tmp_path / "a.toml": f"a file; give its folder, {tmp_path}",
+    }
+    for folder, named in wrong.items():
         with pytest.raises(HarborTaskError, match=named):
             find_task_folders(folder)
 
