@@ -85,7 +85,7 @@ def test_the_wheel_has_recipes_and_stays_small(wheel: Path, installed: Installed
     assert wheel.stat().st_size <= MOST_BYTES
     listed = installed.run(tmp_path, "penstock", "recipes")
     assert "search_r1/cpu.yaml" in listed
-    shipped = Path(listed.partition(":\n")[0])
+    shipped = Path(listed.partition(":\n")[0].rpartition(" in ")[2])
     assert (shipped / "calculator.yaml").is_file()
     assert (shipped / "calculator/model/model.safetensors").is_file()
 
