@@ -24,7 +24,7 @@ def test_a_folder_that_cannot_be_used_says_what_to_do(
     assert_refused(
         check_data, ["data.train=harbor:tasks"], "data", r"test\.sh is missing.*complete or correct the task"
     )
-    assert_refused(check_data, ["data.train=harbor:taks"], "data", rf"{tmp_path}/taks: .*'tasks'.*of the recipe's folder")
+    assert_refused(check_data, ["data.train=harbor:taks"], "data", rf"{tmp_path}/taks: .*'tasks'.*recipe's folder")
     assert_refused(
         check_data, ["data.train=tasks"], "data", rf"tasks of Harbor.*set data\.train=harbor:{tmp_path}/tasks$"
     )
