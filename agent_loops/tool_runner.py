@@ -249,7 +249,8 @@ class ToolBox:
             return call.error
         tool = self._tools.get(call.name)
         if tool is None:
-            return f"there is no tool {call.name!r}{nearest(call.name, self._tools)} (tools: {', '.join(self._tools)})"
+            tools = ", ".join(self._tools) or "none"
+            return f"there is no tool {call.name!r}{nearest(call.name, self._tools)} (tools: {tools})"
         return check_arguments(tool.parameters, call.arguments)
 
 

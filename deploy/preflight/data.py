@@ -79,7 +79,7 @@ def check_data(config: RunConfig) -> Check:
 def _fix(problem: str) -> str:
     if "is missing; found" in problem:
         needed = "prompt, data_source and reward_model.ground_truth"
-        return f"give every row {needed} (docs/guide/data.md); a column of another name is renamed"
+        return f"give every row {needed} (docs/guide/data.md): add or rename the column"
     if "did you mean harbor:" in problem:
         return f"set data.train=harbor:{problem.rpartition('harbor:')[2].rstrip('?')}"
     if problem.startswith(HARBOR):
