@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +21,7 @@ from penstock.common import append_jsonl, read_jsonl, rewrite_jsonl
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError
 from penstock.sandbox.harbor import (
     SOLVE_OUTPUT,
+    TEST_OUTPUT,
     HarborEnvironment,
     HarborTask,
     HarborTaskError,
@@ -33,6 +34,8 @@ from penstock.transfer_queue import is_reached, same_reward
 AgentName = Literal["oracle", "empty"]
 AGENTS: tuple[AgentName, ...] = ("oracle", "empty")
 FULL = 1.0
+OUTPUT_END = 2000
+"""Bytes of each output that a record keeps."""
 Report = Callable[[str], None]
 Builder = Callable[[HarborTask], Awaitable[None]]
 """Makes the image of a task if it is not there yet. Raises `SandboxError`."""
@@ -49,6 +52,10 @@ class TaskTrial:
     cause: str = ""
     """The reason why the reward is missing or differs from the expected one."""
     seconds: float = 0.0
+    solution_output: str = ""
+    """The end of what solve.sh wrote."""
+    tests_output: str = ""
+    """The end of what the tests wrote."""
 
     @property
     def right(self) -> bool:
@@ -72,6 +79,8 @@ class CheckedTask:
     probes: Mapping[str, TaskTrial]
     cause: str = ""
     """Why it was not run; empty where both agents were."""
+    ignored: tuple[str, ...] = ()
+    """Keys of its file that are read by neither Harbor nor Penstock, a sentence each."""
 
     @property
     def sound(self) -> bool:
@@ -156,35 +165,43 @@ class Checker:
                 probes[name] = known or await self._run(task, digest, name)
         except (HarborTaskError, SandboxError, OSError) as error:
             return CheckedTask(folder.name, probes, str(error))
-        return CheckedTask(task.name, probes)
+        return CheckedTask(task.name, probes, ignored=task.ignored)
 
     async def _run(self, task: HarborTask, digest: str, agent: AgentName) -> TaskTrial:
         """Raises `SandboxError`: it says nothing of the task, and is not recorded."""
         self._report(f"{task.name}: {agent} …")
         started = time.monotonic()
-        reward, cause = await run_agent(self._sandbox, task, agent, self._passed)
-        probe = TaskTrial(task.name, digest, agent, reward, cause, round(time.monotonic() - started, 2))
+        trial = await run_agent(self._sandbox, task, agent, self._passed)
+        probe = replace(trial, digest=digest, seconds=round(time.monotonic() - started, 2))
         append_jsonl(self._record, [asdict(probe)])
         return probe
 
 
-async def run_agent(
-    sandbox: Sandbox, task: HarborTask, agent: AgentName, passed: Mapping[str, str]
-) -> tuple[float | None, str]:
-    """(reward, what went wrong). Raises `SandboxError`, `HarborTaskError`."""
+async def run_agent(sandbox: Sandbox, task: HarborTask, agent: AgentName, passed: Mapping[str, str]) -> TaskTrial:
+    """Run one agent in a fresh box and grade it. Raises `SandboxError`, `HarborTaskError`."""
     environment = await HarborEnvironment.open(sandbox, task, f"check {task.name} {agent}", passed)
     try:
-        how = ""
+        how, solution = "", ""
         if agent == "oracle":  # its status counts for nothing, as with Harbor
             result = await environment.solve()
+            solution = await _last_output(environment, SOLVE_OUTPUT)
             if result.exit_code != 0:
                 end = f"limit {result.limit}" if result.exit_code is None else f"status {result.exit_code}"
-                output = await environment.output_of(SOLVE_OUTPUT)
-                how = f"its solution ended with {end}: {output}".rstrip(": ")
+                how = f"its solution ended with {end}: {solution[-400:]}".rstrip(": ")
         grade = await environment.grade()
-        return grade.reward, "; ".join(filter(None, (grade.why_none(), "" if same_reward(grade.reward, FULL) else how)))
+        cause = "; ".join(filter(None, (grade.why_none(), "" if same_reward(grade.reward, FULL) else how)))
+        tests = await _last_output(environment, TEST_OUTPUT)
+        return TaskTrial(task.name, "", agent, grade.reward, cause, solution_output=solution, tests_output=tests)
     finally:
         await environment.close()
+
+
+async def _last_output(environment: HarborEnvironment, path: str) -> str:
+    """The end of a file of the box; empty if the box cannot say it: the grade counts without."""
+    try:
+        return await environment.output_of(path, OUTPUT_END)
+    except SandboxError:
+        return ""
 
 
 def digest_of(folder: Path, boxes: str = "") -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +18,8 @@ import typer
 
 from penstock.deploy.commands.shared import Overrides, show_progress, user_errors
 
+LINES = 10
+"""Lines of each output of an unsound task that are shown; the record has more."""
 if TYPE_CHECKING:
     from penstock.datasets.harbor import CheckedTask
     from penstock.deploy.config import RunConfig
@@ -34,12 +38,12 @@ def check(
         str, typer.Option(help="Without a recipe: docker, or bwrap for tasks without an image.")
     ] = "docker",
     image: Annotated[
-        str, typer.Option(help="Backend docker: of tasks that name no image and have no Dockerfile.")
+        str, typer.Option(help="Image for tasks without an image or Dockerfile (backend docker).")
     ] = "penstock-box:base",
     only: Annotated[list[str] | None, typer.Option("--task", help="This task alone; may be repeated.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Tasks at once.")] = 2,
     build: Annotated[bool, typer.Option(help="Build images of Dockerfiles that are not there yet.")] = True,
-    network: Annotated[str, typer.Option(help="Of these builds: default, none or host. Boxes have none.")] = "default",
+    network: Annotated[str, typer.Option(help="Network of the image builds: default, none or host.")] = "default",
     record: Annotated[
         Path | None, typer.Option(help="Where results are kept; default: FOLDER.check.jsonl next to it.")
     ] = None,
@@ -67,6 +71,8 @@ def check(
             again=again,
         )
         verdicts = asyncio.run(check)
+    for text in (f"task {one.task}: task.toml: {text}" for one in verdicts for text in one.ignored):
+        typer.secho(text, fg="yellow", err=True)
     for line in map(_as_json, verdicts) if as_json else _table(verdicts):
         typer.echo(line)
     raise typer.Exit(0 if all(one.sound for one in verdicts) else 1)
@@ -172,10 +178,28 @@ def _passed(config: RunConfig | None) -> dict[str, str]:
 def _table(tasks: Sequence[CheckedTask]) -> list[str]:
     width = max(len(one.task) for one in tasks)
     head = f"{'task':{width}}  {'oracle':>8}  {'empty':>8}  {'seconds':>8}  verdict"
-    verdicts = [textwrap.shorten(one.problem or "sound", 100, placeholder=" …") for one in tasks]
-    lines = [f"{one.task:{width}}  {_figures(one)}  {text}" for one, text in zip(tasks, verdicts, strict=True)]
+    lines = [_wrapped(f"{one.task:{width}}  {_figures(one)}  ", one.problem or "sound") for one in tasks]
     sound = sum(one.sound for one in tasks)
-    return [head, *lines, f"{sound} of {len(tasks)} tasks are sound"]
+    outputs = [line for one in tasks for line in _outputs(one)]
+    return [head, *lines, *outputs, f"{sound} of {len(tasks)} tasks are sound"]
+
+
+def _wrapped(begin: str, verdict: str) -> str:
+    """The verdict in a column of its own on a terminal, in one line elsewhere."""
+    verdict = " ".join(verdict.split())
+    if not sys.stdout.isatty():
+        return begin + verdict
+    columns = max(len(begin) + 20, shutil.get_terminal_size().columns)
+    return textwrap.fill(begin + verdict, columns, subsequent_indent=" " * len(begin), break_on_hyphens=False)
+
+
+def _outputs(one: CheckedTask) -> Iterator[str]:
+    """The last lines of what the agents of an unsound task and their tests wrote."""
+    for probe in one.probes.values():
+        for name, text in (("solve.sh", probe.solution_output), ("its tests", probe.tests_output)):
+            if text and not probe.right:
+                yield f"{one.task}, {probe.agent}: the last output of {name}"
+                yield from (f"    {line}" for line in text.splitlines()[-LINES:])
 
 
 def _figures(one: CheckedTask) -> str:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from penstock.common import pattern_of
 from penstock.datasets import HARBOR, BadSpec, check_spec, is_generated, materialise
 from penstock.deploy.config import RunConfig
-from penstock.deploy.preflight.check import Check
+from penstock.deploy.preflight.check import Check, warning
+from penstock.sandbox.harbor import tasks_of
 
 if TYPE_CHECKING:
     from penstock.trainer import DatasetRow
@@ -58,13 +59,17 @@ def check_data(config: RunConfig) -> Check:
     """Every row of every file; what is wrong is named by file, row and column. Images need an engine that sees them."""
     from penstock.trainer import DataError, load_rows
 
-    counts = []
+    counts, ignored = [], list[str]()
     for spec in (config.data.train, config.data.eval):
         if spec is None:
             continue
         try:
             if is_generated(spec):
                 check_spec(spec)
+                if spec.startswith(HARBOR):
+                    tasks = tasks_of(Path(spec.removeprefix(HARBOR)).expanduser())
+                    counts.append(f"{len(tasks)} task{'s' * (len(tasks) != 1)} in {spec.removeprefix(HARBOR)}")
+                    ignored += [f"task {task.name}: task.toml: {text}" for task in tasks for text in task.ignored]
                 continue
             rows = load_rows(spec)
         except (DataError, BadSpec) as error:
@@ -73,7 +78,10 @@ def check_data(config: RunConfig) -> Check:
             detail = f"{spec} has images, of which rollout.engine={config.rollout.engine} makes its own pixels"
             return Check("data", False, detail, "set rollout.engine=vllm or hf")
         counts.append(f"{len(rows)} rows in {spec}")
-    return Check("data", True, "; ".join(counts) or "generated for the run")
+    detail = "; ".join(counts) or "generated for the run"
+    if ignored:
+        return warning("data", f"{detail}; {'; '.join(ignored[:3])}", "correct the key, or leave it out")
+    return Check("data", True, detail)
 
 
 def _fix(problem: str) -> str:

@@ -1,4 +1,5 @@
 from .environment import SOLVE_OUTPUT as SOLVE_OUTPUT
+from .environment import TEST_OUTPUT as TEST_OUTPUT
 from .environment import HarborEnvironment as HarborEnvironment
 from .environment import check_pids as check_pids
 from .folders import find_task_folders as find_task_folders

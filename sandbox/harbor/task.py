@@ -63,6 +63,8 @@ class HarborTask:
     solve_script: bytes | None = None
     """Instead of a folder `solution`."""
     healthcheck: Healthcheck | None = None
+    ignored: tuple[str, ...] = ()
+    """Keys of its file that are read by neither Harbor nor Penstock, a sentence each."""
 
     @property
     def has_solution(self) -> bool:

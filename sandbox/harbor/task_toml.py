@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.common import nearest
 from penstock.sandbox.harbor.packing import BuildContext
 from penstock.sandbox.harbor.task import (
     DEFAULT_BUILD_S,
@@ -24,6 +25,17 @@ from penstock.sandbox.protocol import BoxNeeds
 
 CONFIG = "task.toml"
 TEST_SCRIPT, SOLVE_SCRIPT = "test.sh", "solve.sh"
+_PHASE = {"timeout_sec", "user", "network_mode", "allowed_hosts"}
+KEYS = {
+    "agent": frozenset(_PHASE),
+    "verifier": frozenset(_PHASE | {"env", "environment_mode", "environment", "collect"}),
+    "environment": frozenset(
+        {"build_timeout_sec", "docker_image", "os", "cpus", "memory_mb", "storage_mb", "gpus", "gpu_types", "tpu"}
+        | {"mcp_servers", "env", "skills_dir", "healthcheck", "workdir", "network_mode", "allowed_hosts"}
+        | {"allow_internet", "memory", "storage"}
+    ),
+}
+"""All keys of Harbor in these tables, those that are not read here among them."""
 
 
 def read_harbor(folder: Path) -> HarborTask:
@@ -75,7 +87,14 @@ class _Reader:
             tests=tests,
             solution=solution if solution.is_dir() else None,
             healthcheck=self._healthcheck(),
+            ignored=tuple(self._ignored()),
         )
+
+    def _ignored(self) -> Iterator[str]:
+        for table, known in KEYS.items():
+            for key in self._table(table):
+                if key not in known:
+                    yield f"{table}.{key} is no key of Harbor and is ignored{nearest(key, known)}"
 
     def error(self, text: str) -> HarborTaskError:
         return HarborTaskError(f"task {self.folder.name}: {text}")

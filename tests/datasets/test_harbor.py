@@ -18,8 +18,9 @@ from penstock.datasets.harbor import Checker
 from penstock.datasets.harbor.check import TaskTrial
 from penstock.deploy import app, load_config
 from penstock.sandbox import Sandbox, SandboxError, make_sandbox
-from penstock.sandbox.harbor import HarborTask, HarborTaskError
+from penstock.sandbox.harbor import HarborTask, HarborTaskError, find_task_folders
 from penstock.testing import FakeSandbox
+from penstock.trainer import DataError, load_rows
 
 __all__ = ["write_task"]
 SHIPPED = Path(__file__).parents[2] / "recipes" / "harbor"
@@ -144,6 +145,34 @@ def test_the_command_prints_a_table_or_json_and_its_status(write_task: WriteTask
     found = json.loads(ended.output.splitlines()[-1])
     assert (found["task"], found["sound"]) == ("good", True)
     assert found["probes"]["oracle"]["reward"] == 1.0
+
+
+@pytest.mark.bwrap
+def test_an_unsound_task_shows_what_was_written_and_keys_that_nobody_reads(write_task: WriteTask) -> None:
+    test = "seq 3000; echo wrong: 41 of 42; echo 0 > /logs/verifier/reward.txt"
+    toml = "[environment]\nmemory_gb = 64\nallow_internet = false\n[agent]\ntimeout_secs = 1\n[metadata]\nmine = 1\n"
+    folder = write_task("short", test=test, solve="echo nothing done; exit 0", toml=toml)
+    ended = CliRunner().invoke(app, ["data", "check", str(folder), "--backend", "bwrap"])
+    lines = ended.stdout.splitlines()
+    (verdict,) = (line for line in lines if line.startswith("short  "))
+    assert verdict.endswith("oracle: reward 0, its own solution must earn 1"), "in one line: it is no terminal"
+    assert "    nothing done" in lines
+    assert lines.count("    wrong: 41 of 42") == 1, "doing nothing earned 0, as it must"
+    record = [json.loads(line) for line in (folder.parent / "short.check.jsonl").read_text().splitlines()]
+    assert [one["solution_output"] for one in record] == ["nothing done", ""]
+    assert all(one["tests_output"].endswith("wrong: 41 of 42") for one in record)
+    ignored = [line for line in ended.stderr.splitlines() if "is ignored" in line]
+    assert len(ignored) == 2
+    assert "agent.timeout_secs is no key of Harbor and is ignored; did you mean 'timeout_sec'?" in ignored[0]
+    assert "did you mean 'memory_mb'?" in ignored[1]
+
+
+def test_a_record_among_tasks_is_no_task(write_task: WriteTask, tmp_path: Path) -> None:
+    folder = write_task("one").parent
+    (folder / "one.check.jsonl").write_text('{"task": "one"}\n')
+    assert [path.name for path in find_task_folders(folder)] == ["one"]
+    with pytest.raises(DataError, match="did you mean harbor:"):
+        load_rows(folder)
 
 
 @pytest.mark.bwrap

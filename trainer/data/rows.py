@@ -85,7 +85,7 @@ def _files_of(path: Path) -> list[Path]:
             raise DataError(f"dataset {path}: unknown kind {path.suffix!r}; give a .parquet or .jsonl file")
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix in READERS)
-    if not files and any(path.glob("*/task.toml")):
+    if all(file.name.endswith(".check.jsonl") for file in files) and any(path.glob("*/task.toml")):
         raise DataError(f"dataset {path}: it holds tasks of Harbor; did you mean harbor:{path}?")
     if not files:
         raise DataError(f"dataset {path}: a folder without .parquet, .jsonl or .ndjson files")

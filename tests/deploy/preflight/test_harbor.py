@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.deploy.preflight.preflight_support import assert_refused, failed
+from tests.deploy.preflight.preflight_support import RECIPE, assert_refused, failed
 from tests.sandbox.harbor.conftest import WriteTask, write_task
 
+from penstock.deploy import load_config
+from penstock.deploy.preflight.check import Check
 from penstock.deploy.preflight.data import check_data
 from penstock.deploy.preflight.sandbox import check_harbor_tasks, check_sandbox
 
@@ -27,6 +29,18 @@ def test_a_folder_that_cannot_be_used_says_what_to_do(
     assert_refused(check_data, ["data.train=harbor:taks"], "data", rf"{tmp_path}/taks: .*'tasks'.*recipe's folder")
     assert_refused(
         check_data, ["data.train=tasks"], "data", rf"tasks of Harbor.*set data\.train=harbor:{tmp_path}/tasks$"
+    )
+
+
+def test_tasks_are_counted_and_keys_that_nobody_reads_are_a_warning(write_task: WriteTask) -> None:
+    folder = write_task("one").parent
+    config = load_config(RECIPE, [f"data.train=harbor:{folder}", "data.eval=null"])
+    assert check_data(config) == Check("data", True, f"1 task in {folder}")
+    write_task("one", toml="[environment]\nmemory_gb = 64\ncpu = 1\n")
+    found = check_data(config)
+    assert (found.verdict, "task one: task.toml: environment.memory_gb is no key" in found.found) == ("warn", True)
+    assert found.found.endswith(
+        "did you mean 'memory_mb'?; task one: task.toml: environment.cpu is no key of Harbor and is ignored; did you mean 'cpus'?"
     )
 
 
