@@ -293,6 +293,8 @@ def check_prompts(config: RunConfig) -> Check | None:
 
     if not Path(config.model).is_dir():
         return skipped("prompts", f"{config.model} is not here yet: nothing to render them with")
+    if config.agent.loops == ["command"]:
+        return skipped("prompts", "the program of agent.loop=command sends its own prompts: their length is not known")
     try:
         rows = first_rows(config, 512)
         lengths = _lengths(config, [row.messages for row in rows])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.deploy.preflight.preflight_support import failed
+from tests.deploy.preflight.preflight_support import RECIPE, failed
 
+from penstock.deploy import load_config
+from penstock.deploy.preflight.agent import check_prompts
 from penstock.deploy.preflight.program import check_program
 
 
@@ -39,6 +41,14 @@ def test_a_misspelt_setting_or_placeholder_is_named(command: str, named: str) ->
 )
 def test_known_placeholders_columns_and_code_pass(command: str) -> None:
     assert problem(command) == ""
+
+
+def test_prompts_of_a_program_are_not_those_of_the_tools() -> None:
+    words = ["rollout.max_model_len=130", "agent.max_response_tokens=100", "agent.max_new_tokens=100"]
+    assert "prompts" in failed(check_prompts, *words)
+    found = check_prompts(load_config(RECIPE, [*words, "agent.loop=command", "agent.settings={command: agent}"]))
+    assert found is not None
+    assert (found.verdict, "not known" in found.found) == ("skip", True)
 
 
 def test_a_program_of_a_shown_folder_is_there_and_can_be_run(tmp_path: Path) -> None:
