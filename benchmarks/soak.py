@@ -1,4 +1,4 @@
-"""A whole run in which a random role is killed every 5 to 15 seconds: does it balance at its end, is anything left?
+"""A whole run in which a random role is killed every ten seconds or so: does it balance at its end, is anything left?
 
     penstock bench soak --json
 
@@ -10,7 +10,8 @@ once more for its last steps; then the accounts must balance, nothing may be lef
 of each role must not have grown. `accounts_percent`: the CPU seconds in the accounts of cost over those that the kernel
 has counted for servers and trainers, read every 50 ms.
 
-PENSTOCK_SOAK_MINUTES (30); PENSTOCK_SOAK_SEED (random); PENSTOCK_SOAK_FOLDER: where the run's folder is kept.
+PENSTOCK_SOAK_MINUTES (30); PENSTOCK_SOAK_PAUSE_S (10): mean seconds between two kills; PENSTOCK_SOAK_SEED (random);
+PENSTOCK_SOAK_FOLDER: where the run's folder is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from benchmarks.support.device_cpu import DeviceCpu
 from benchmarks.support.left_behind import left_behind, wait_for_nothing
 from benchmarks.support.soak_run import LOOK_S, ROLES, SUPERVISOR, EndedEarly, SoakRun
 
-PAUSE_S = (5.0, 15.0)
 FULL_DISK, CUT_LOG, LOST_SERVER = "full disk", "cut batch log", "server lost for good"
 WEIGHTS = {**dict.fromkeys(ROLES, 2), SUPERVISOR: 1, FULL_DISK: 1, CUT_LOG: 2}
 """How often a role or a fault is chosen. With its supervisor the whole run dies; after that it needs time to train
@@ -100,10 +100,11 @@ class Soak:
             self._run.note()
             time.sleep(LOOK_S)  # nothing else waits in this process
 
-    def play(self, minutes: float) -> None:
+    def play(self, minutes: float, pause_s: float) -> None:
+        """`pause_s`: mean time between two kills."""
         until = time.monotonic() + 60 * minutes
         while time.monotonic() < until:
-            self._look_for(self._chance.uniform(*PAUSE_S))
+            self._look_for(self._chance.uniform(0.5, 1.5) * pause_s)
             try:
                 self._run.check()
             except EndedEarly as error:
@@ -160,21 +161,21 @@ class Soak:
 
 
 def measure() -> dict[str, Any]:
-    minutes = float(os.environ.get("PENSTOCK_SOAK_MINUTES", "30"))
+    minutes, pause_s = (float(os.environ.get(f"PENSTOCK_SOAK_{n}", d)) for n, d in (("MINUTES", 30), ("PAUSE_S", 10)))
     seed = int(os.environ.get("PENSTOCK_SOAK_SEED", random.randrange(10**6)))
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
         kept = Path(os.environ.get("PENSTOCK_SOAK_FOLDER", folder)).resolve()
         kept.mkdir(parents=True, exist_ok=True)
-        return _measure(SoakRun(kept, f"soak-{secrets.token_hex(3)}"), minutes, seed)
+        return _measure(SoakRun(kept, f"soak-{secrets.token_hex(3)}"), minutes, pause_s, seed)
 
 
-def _measure(run: SoakRun, minutes: float, seed: int) -> dict[str, Any]:
+def _measure(run: SoakRun, minutes: float, pause_s: float, seed: int) -> dict[str, Any]:
     soak = Soak(run, seed)
     run.start(steps=NEVER)
     try:
         with DeviceCpu(run) as devices:
             soak.until_first_step()
-            soak.play(minutes)
+            soak.play(minutes, pause_s)
             run.stop()
             soak.lose_a_server()
             run.stop()
@@ -191,4 +192,9 @@ def _measure(run: SoakRun, minutes: float, seed: int) -> dict[str, Any]:
     counted = sum(amount for of_resource in accounts for amount in of_resource.values())
     figures |= {"accounts": summary["accounts"], "accounts_percent": round(100 * counted / devices.seconds, 2)}
     figures |= {"left_behind": left, "memory": soak.memory.figures(), "processes": len(run.started)}
-    return {"bench": "soak", "ratio": {}, "figures": figures, "setup": {"minutes": minutes, "seed": seed}}
+    return {
+        "bench": "soak",
+        "ratio": {},
+        "figures": figures,
+        "setup": {"minutes": minutes, "pause_s": pause_s, "seed": seed},
+    }
