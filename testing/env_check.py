@@ -85,6 +85,16 @@ Policy = Callable[[EpisodeState], str]
 """Returns the model's next answer."""
 
 
+@dataclass(frozen=True, slots=True)
+class CutAnswer:
+    """An answer of the policy of which the episode got only the first `limit` tokens."""
+
+    task_id: str
+    tokens: int
+    limit: int
+    """`agent.max_new_tokens`, or what was left of `agent.max_response_tokens`."""
+
+
 class ScriptedClient:
     """A `GenerateClient` that answers with a policy. `tasks` by task id."""
 
@@ -94,6 +104,7 @@ class ScriptedClient:
         self._policy = policy
         self._heard: dict[str, tuple[list[int], list[str]]] = {}
         """Episode → its context with the last answer; its first prompt and the texts fed after each answer."""
+        self.cut: list[CutAnswer] = []
 
     async def generate(self, request: GenerateRequest) -> Generation:
         return await FakeClient(lambda _: self._say(request)).generate(request)
@@ -118,6 +129,9 @@ class ScriptedClient:
         if not isinstance(answer, str):
             raise InfraFailure("policy", f"returned {answer!r:.80}, not a text")
         ids = [*self._chat.encode(answer), self._chat.turn_end_id]
+        limit = request.sampling.max_new_tokens
+        if len(ids) > limit:
+            self.cut.append(CutAnswer(task.task_id, len(ids), limit))
         self._heard[request.episode_id] = ([*context, *ids], texts)
         return ids
 
@@ -130,6 +144,7 @@ class EnvCheck:
     """Trajectories in the order of the tasks."""
     failures: Sequence[DeadLetter]
     """Episodes that the infrastructure failed, with the cause."""
+    cut: Sequence[CutAnswer] = ()
 
     @property
     def rewards(self) -> list[float]:
@@ -174,7 +189,8 @@ async def check_env(
     patience_s = config.episode_deadline_s + config.rewards.timeout_s + slack_s
     await _play(job, queue, len(staged), patience_s, on_ended)
     trajectories, _ = await queue.results(SPLIT)
-    return EnvCheck(sorted(trajectories, key=lambda one: one.task_id), await queue.dead_letters(max(1, len(staged))))
+    failures = await queue.dead_letters(max(1, len(staged)))
+    return EnvCheck(sorted(trajectories, key=lambda one: one.task_id), failures, player.cut)
 
 
 async def _play(

@@ -115,6 +115,7 @@ def _figures(result: EnvCheck) -> dict[str, Any]:
     return {
         "episodes": len(trajectories),
         "failed": len(result.failures),
+        "cut_answers": len(result.cut),
         "reward": {"mean": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {},
         "outcomes": dict(outcomes),
         "failures": [
@@ -153,7 +154,19 @@ def _report(result: EnvCheck, unexpected: list[Any], rewards: list[float]) -> st
         lines.append(f"unexpected rewards in {len(unexpected) - SHOWN} more rows")
     errors = [(_row(one.task_id), text) for one in result.trajectories for text in one.extra["tool_error_texts"]]
     failures = [(_row(one.episode_id), f"{one.outcome.component}: {one.outcome.reason}") for one in result.failures]
-    return "\n".join([*lines, *_grouped("tool error", errors), *_grouped("failed", failures)])
+    return "\n".join([*lines, *_cut(result), *_grouped("tool error", errors), *_grouped("failed", failures)])
+
+
+def _cut(result: EnvCheck) -> Iterator[str]:
+    """A line if the policy's answers were longer than the recipe lets a model's be."""
+    if not result.cut:
+        return
+    longest = max(result.cut, key=lambda one: one.tokens)
+    rows = _rows(sorted({_row(one.task_id) for one in result.cut}))
+    yield (
+        f"cut answers  {len(result.cut)}, in {rows}: the longest has {longest.tokens} tokens and was cut to"
+        f" {longest.limit}; raise agent.max_new_tokens, or agent.max_response_tokens for all answers together"
+    )
 
 
 def _grouped(title: str, causes: Iterable[tuple[int, str]]) -> Iterator[str]:

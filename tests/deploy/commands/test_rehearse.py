@@ -67,6 +67,15 @@ def test_a_right_policy_is_what_was_expected(policies: str) -> None:
     assert figures["outcomes"] == {"completed": 6}
 
 
+def test_answers_that_are_cut_are_counted_with_the_setting(policies: str) -> None:
+    words = ("--policy", f"{policies}:right", "--rows", "2", "agent.max_new_tokens=9")
+    figures = json.loads(rehearse(*words, "--json").stdout)
+    assert figures["cut_answers"] >= 2
+    (line,) = (line for line in rehearse(*words).stdout.splitlines() if line.startswith("cut answers"))
+    assert re.search(r"in row 1 and 1 more: .* cut to 9; raise agent\.max_new_tokens", line), line
+    assert "cut answers" not in rehearse("--policy", f"{policies}:right", "--rows", "2").stdout
+
+
 def test_another_reward_is_figures_row_by_row(policies: str) -> None:
     result = rehearse("--policy", f"{policies}:lazy", "--rows", "2", "--split", "eval", "--expect", "1")
     assert result.exit_code == 1
