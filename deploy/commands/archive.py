@@ -29,14 +29,16 @@ Where = Annotated[
 ]
 RUNS = Path("runs")
 COMPARISONS = {"<=": "less_equal", ">=": "greater_equal", "=": "equal", "<": "less", ">": "greater"}
-SUMS = (
-    ("reward", "mean"),
-    ("reward", "min"),
-    ("reward", "max"),
-    ("tokens", "sum"),
-    ("oldest_version", "min"),
-    ("learned", "min"),
-)
+SUMS = {
+    ("reward", "mean"): "reward_mean",
+    ("reward", "min"): "reward_min",
+    ("reward", "max"): "reward_max",
+    ("tokens", "sum"): "tokens",
+    ("oldest_version", "min"): "oldest_version",
+    ("learned", "min"): "learned",
+}
+OF_ONE = {("reward", "mean"): "reward"}
+"""Columns of one episode, in place of the three of several."""
 
 
 @app.command("ls")
@@ -62,17 +64,25 @@ def list_batches(
         rows = chosen(listed(opened(run, runs_dir)), where or [])
         if by not in rows.column_names:
             raise ConfigError(f"--by {by}: no column of the index; one of {', '.join(rows.column_names)}")
-    task = [("task", "first")] if by == "episode" else []
-    sums = [("row", "count"), *task, *(one for one in SUMS if one[0] != by)]
-    table = rows.group_by([by], use_threads=False).aggregate(sums)
-    names = [{"row_count": "episodes", "task_first": "task"}.get(name, name) for name in table.column_names]
-    lines = table.rename_columns(names).to_pylist()
+    lines = _sums(rows, by).to_pylist()
     if as_json:
         print(json.dumps(lines))
         return
     print("  ".join(lines[0]) if lines else "no committed batch")
     for line in lines:
         print("  ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in line.values()))
+
+
+def _sums(rows: pa.Table, by: str) -> pa.Table:
+    """A row per value of the column `by`."""
+    sums = {("row", "count"): "episodes", **SUMS}
+    if by == "episode":
+        alone = {one: name for one, name in SUMS.items() if one[0] != "reward"}
+        sums = {("row", "count"): "episodes", ("task", "first"): "task", **OF_ONE, **alone}
+    sums = {one: name for one, name in sums.items() if one[0] != by}
+    table = rows.group_by([by], use_threads=False).aggregate(list(sums))
+    names = {f"{column}_{how}": name for (column, how), name in sums.items()}
+    return table.rename_columns([names.get(name, name) for name in table.column_names])
 
 
 @app.command()

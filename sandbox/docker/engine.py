@@ -29,7 +29,8 @@ CALL_DEADLINE_S = 20.0
 IMAGE_NAME = re.compile(r"\w[\w.-]*(:\d+)?(/\w[\w.-]*)*(:\w[\w.-]*)?(@\w+:[0-9a-f]+)?", re.ASCII)
 UNREACHABLE = (
     "no Docker engine answers: install one (`apt-get install docker.io`, or `scripts/setup-docker` on Debian), "
-    "start it (`systemctl start docker`), or set DOCKER_HOST to its address"
+    "start it (`systemctl start docker`), or set DOCKER_HOST to its address; boxes without images need none: "
+    "sandbox.backend=bwrap, or --backend bwrap of `penstock data check`"
 )
 
 

@@ -49,11 +49,12 @@ def ask(command: str, folder: Path, *words: str, code: int = 0) -> Result:
 
 def test_ls_sums_up_by_any_column_and_takes_conditions(folder: Path) -> None:
     steps = json.loads(ask("ls", folder, "--json").stdout)
-    assert [(one["step"], one["episodes"], one["reward_mean"], one["tokens_sum"]) for one in steps] == [
+    assert [(one["step"], one["episodes"], one["reward_mean"], one["tokens"]) for one in steps] == [
         (step, 2, 0.5, 4) for step in range(3)
     ]
     words = ("--by", "episode", "--where", "reward<0.5", "--where", "step>=1", "--where", "data_source=sums")
     heading, *lines = (line.split() for line in ask("ls", folder, *words).stdout.splitlines())
+    assert heading == ["episode", "episodes", "task", "reward", "tokens", "oldest_version", "learned"]
     assert [line[0] for line in lines] == ["train/1#0", "train/2#0"]
     assert [line[heading.index("task")] for line in lines] == ["train/1", "train/2"]
 
@@ -70,7 +71,7 @@ def test_rewards_that_differ_by_rounding_are_one_value(folder: Path, where: str,
 def test_a_step_after_the_index_is_named_as_not_learned(folder: Path, tmp_path: Path) -> None:
     Archive(folder / "archive").append(3, [episode("train/3#0", 1.0, 3)])
     steps = json.loads(ask("ls", folder, "--json").stdout)
-    assert [(one["step"], one["learned_min"]) for one in steps] == [(0, 1), (1, 1), (2, 1), (3, 0)]
+    assert [(one["step"], one["learned"]) for one in steps] == [(0, 1), (1, 1), (2, 1), (3, 0)]
     assert (
         "train/3#0  step 3  reward 1.0  completed  in no checkpoint: not learned"
         in ask("show", folder, "train/3#0").stdout
