@@ -39,7 +39,7 @@ class CommandSettings(BaseModel):
     )
     stdin: str = Field("", description="Text on its standard input.")
     folder: str = Field(
-        "", description="Its folder. Empty: the repository of the recipe's `swe` tools, else an empty folder."
+        "", description="Its folder. Empty: that of the recipe's `swe` or `harbor` tools' task, else an empty folder."
     )
     image: str | None = Field(None, description="Image of the box. Unset: the row's `sandbox_image`, else the default.")
     collect: list[str] = Field(
