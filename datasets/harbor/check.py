@@ -164,7 +164,7 @@ class Checker:
                 known = self._known.get((task.name, digest, name))
                 probes[name] = known or await self._run(task, digest, name)
         except (HarborTaskError, SandboxError, OSError) as error:
-            return CheckedTask(folder.name, probes, str(error))
+            return CheckedTask(folder.name, probes, str(error).removeprefix(f"task {folder.name}: "))
         return CheckedTask(task.name, probes, ignored=task.ignored)
 
     async def _run(self, task: HarborTask, digest: str, agent: AgentName) -> TaskTrial:

@@ -82,7 +82,7 @@ async def test_unsound_tasks_are_found_and_the_others_proven(
     assert "empty: reward 1, doing nothing must earn less" in found["c"].problem
     assert "wrote no reward" in found["d"].problem
     assert "no solution" in found["e"].problem
-    assert "tests/test.sh is missing" in found["f"].problem
+    assert found["f"].problem.startswith("tests/test.sh is missing"), "the line has the task's name already"
     assert "limit wall" in found["g"].problem
     assert len([line for line in said if " of 7: " in line]) == 7
 
