@@ -112,8 +112,9 @@ def _too_small(problems: Sequence[tuple[HarborTask, SandboxError]]) -> tuple[str
         first, error = group[0]
         more = f" and {len(group) - 1} other{'s' * (len(group) > 2)}" if len(group) > 1 else ""
         if isinstance(error, UnmetNeeds) and error.setting:
-            most = max(getattr(task.needs, error.need) for task, _ in group)
-            amount = f"environment.{error.need} {'up to ' * (len(group) > 1)}{most:g}"
+            amounts = {getattr(task.needs, error.need) for task, _ in group}
+            most = max(amounts)
+            amount = f"environment.{error.need} {'up to ' * (len(amounts) > 1)}{most:g}"
             sentences.append(f"task.toml of {first.name}{more} asks for {amount}; {error.setting} is {error.limit:g}")
             fixes.append(f"set {error.setting}={most:g}")
         else:
