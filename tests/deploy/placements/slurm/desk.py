@@ -17,7 +17,7 @@ if [ "$name" = address ]; then while [[ $1 == --* ]]; do shift; done; exec "$@";
 if mv "$DESK/dies/$name" "$DESK/died/$name" 2>/dev/null; then exit "$(cat "$DESK/died/$name")"; fi
 over=$DESK/stopped
 [ "$name" != head ] || over=$DESK/head-over
-while [ ! -e "$over" ]; do sleep 0.05; done
+while [ ! -s "$over" ]; do sleep 0.05; done
 exit "$(cat "$over")"
 """
 SCONTROL = r"""#!/bin/bash
