@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from penstock.deploy.frameworks.hint import verl_hint
+from penstock.deploy.frameworks.table import verl_hint
 from penstock.deploy.removed_settings import ELSEWHERE, removed
 
 

@@ -205,6 +205,7 @@ def _signer(model: Path, signers: Path | None) -> tuple[str | None, str]:
     known = None if signers is None else _public_keys(signers)
     try:
         key = sshsig.check_signature((model / RECORD).read_bytes(), path.read_text(encoding="utf-8"), NAMESPACE)
+    # ValueError: no signature at all. NotImplementedError: a kind of key or hash that sshsig does not check.
     except (sshsig.InvalidSignature, ValueError, NotImplementedError) as error:
         return None, f"{SIGNATURE} is not a signature of this record: {error}"
     if known is not None and key not in known:
@@ -221,7 +222,7 @@ def _public_keys(file: Path) -> list[sshsig.PublicKey]:
         return [sshsig.PublicKey.from_openssh_str(line) for line in lines if line and line[0] != "#"]
     except OSError as error:
         raise ConfigError(f"--signers {file}: {error.strerror}") from error
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError) as error:  # no key, or one of another type
         raise ConfigError(
             f"--signers {file}: a line is no public key of type ssh-ed25519 or ssh-rsa: {error}"
         ) from error

@@ -81,8 +81,8 @@ def correction(verl: VerlSettings) -> Iterator[Setting]:
         yield from _rejection(verl, LEVELS[rejects])
         return
     if rejects:
-        kept = "one correction is possible here; rollout_is is kept"
-        _lose_rejection(verl, kept if level else f"trainer.correction: rejection is {', '.join(LEVELS)} alone")
+        reason = "one correction is possible here; rollout_is is kept"
+        _lose_rejection(verl, reason if level else f"trainer.correction: rejection is {', '.join(LEVELS)} alone")
     if level is None:
         if verl.staleness:
             verl.note("stale tokens need an off-policy correction: truncated_is, which is the default here")

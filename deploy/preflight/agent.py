@@ -105,15 +105,15 @@ def _named_by_rows(config: RunConfig) -> dict[str, str]:
     from penstock.trainer import DataError, load_rows
 
     files = [spec for spec in (config.data.train, config.data.eval) if spec and not is_generated(spec)]
-    found: dict[str, str] = {}
+    places: dict[str, str] = {}
     try:
         for spec in files:
             for number, row in enumerate(load_rows(spec), start=1):
                 if row.agent_name:
-                    found.setdefault(row.agent_name, f"{spec}, row {number}")
+                    places.setdefault(row.agent_name, f"{spec}, row {number}")
     except DataError:
         return {}  # `check_data` says so
-    return found
+    return places
 
 
 NAME = "agent.reward"

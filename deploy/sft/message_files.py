@@ -104,15 +104,15 @@ def _tools(raw: Mapping[str, Any], parquet: bool) -> list[Mapping[str, Any]] | N
 
 def parameters_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Name of each tool → the schema of its arguments; one that takes all, for a schema that cannot be checked."""
-    found: dict[str, Mapping[str, Any]] = {}
+    schemas: dict[str, Mapping[str, Any]] = {}
     for function in (tool["function"] for tool in tools):
         name, schema = function["name"], function.get("parameters")
         try:
             check_schema(name, schema if isinstance(schema, Mapping) else {})
-            found[name] = schema
+            schemas[name] = schema
         except ValueError:
-            found[name] = {"additionalProperties": True}
-    return found
+            schemas[name] = {"additionalProperties": True}
+    return schemas
 
 
 def check_calls(messages: Iterable[Mapping[str, Any]], tools: Mapping[str, Mapping[str, Any]]) -> None:

@@ -104,12 +104,12 @@ def columns_named(settings: CommandSettings) -> dict[str, str]:
     command = settings.command if isinstance(settings.command, str) else "\n".join(settings.command)
     texts = {"command": command, "stdin": settings.stdin}
     texts |= {f"environment.{name}": text for name, text in settings.environment.items()}
-    found: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for where, text in texts.items():
         for name in _PLACEHOLDER.findall(text):
             if name not in OF_TASK | OF_BOX:
-                found.setdefault(name, where)
-    return found
+                columns.setdefault(name, where)
+    return columns
 
 
 def unknown_placeholder(settings: CommandSettings, rows: Iterable[Mapping[str, Any]]) -> str:

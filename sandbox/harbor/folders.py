@@ -32,8 +32,8 @@ def find_task_folders(folder: Path) -> list[Path]:
 
 def _similar(folder: Path) -> str:
     """Hint at a folder of a similar name next to the one that is not there."""
-    beside = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
-    return nearest(folder.name, beside)
+    siblings = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
+    return nearest(folder.name, siblings)
 
 
 def read_task(folder: Path) -> HarborTask:

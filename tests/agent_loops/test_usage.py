@@ -1,4 +1,4 @@
-"""A worker reports the time of open boxes by episode, whoever closes them, and calls of judges."""
+"""A worker reports by episode how long its boxes were open, and the calls of judges."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_swe_tools_settings_are_checked():
 
 
 def test_a_recorded_episode_is_not_graded_by_tools() -> None:
-    """Its client has tools of its own: 0 would be a reward that nobody gave."""
+    """Its client runs the tools, so a reward of 0 would be made up."""
     assert tool_reward("swe", "", None, {"tool_rewards": {"shell": 1.0}}) == 1.0
     assert tool_reward("swe", "", None, {"tool_rewards": {}}) == 0.0
     with pytest.raises(ValueError, match="its client posts the reward"):

@@ -71,7 +71,7 @@ def test_verl_users_own_class_keeps_its_path_and_config() -> None:
 
 @register_tool("calc")
 class CalcTool(BaseTool):
-    """As in verl: name, description and parameters are in the YAML file alone."""
+    """verl keeps name, description and parameters in the YAML file only."""
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
         return ToolResult(str(arguments["a"] * 2))

@@ -48,7 +48,7 @@ async def test_a_checkpoint_becomes_a_folder_that_a_run_starts_from(
     assert any(not torch.equal(before[name], tensor) for name, tensor in final.items())
     for folder in (newest, job.run_dir / "final_model"):
         modes = {file.stat().st_mode & 0o777 for file in folder.rglob("*") if file.is_file()}
-        assert len(modes) == 1, "whoever may read the settings may read the weights"
+        assert len(modes) == 1, "settings and weights have the same permissions"
     assert AutoTokenizer.from_pretrained(newest).vocab_size == 64
     assert logprobs(newest) == logprobs(job.run_dir / "final_model")
 

@@ -33,9 +33,9 @@ def test_long_prompts_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_parquet(rows, tmp_path / "train.parquet")
     (tmp_path / "short_prompts.py").write_text(program("short_prompts.py").text)
     runpy.run_path("short_prompts.py")
-    kept = pyarrow.parquet.read_table("short.parquet")
-    assert [row["extra_info"]["index"] for row in kept.to_pylist()] == [0, 2]
-    assert kept.schema == pyarrow.parquet.read_schema("train.parquet")
+    table = pyarrow.parquet.read_table("short.parquet")
+    assert [row["extra_info"]["index"] for row in table.to_pylist()] == [0, 2]
+    assert table.schema == pyarrow.parquet.read_schema("train.parquet")
 
 
 async def test_the_tool_is_an_entry_of_verls_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Settings of verl that only together, or beside others, have a meaning; and the words about those that have none."""
+"""Settings of verl whose meaning depends on other settings, and the messages about those without a counterpart."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ def test_tasks_are_counted_and_keys_that_nobody_reads_are_a_warning(write_task: 
     config = load_config(RECIPE, [f"data.train=harbor:{folder}", "data.eval=null"])
     assert check_data(config) == Check("data", True, f"1 task in {folder}")
     write_task("one", toml="[environment]\nmemory_gb = 64\ncpu = 1\n")
-    found = check_data(config)
-    assert (found.verdict, "task one: task.toml: environment.memory_gb is no key" in found.found) == ("warn", True)
-    assert found.found.endswith("environment.cpu is no key of Harbor and is ignored; did you mean 'cpus'?")
+    check = check_data(config)
+    assert (check.verdict, "task one: task.toml: environment.memory_gb is no key" in check.found) == ("warn", True)
+    assert check.found.endswith("environment.cpu is no key of Harbor and is ignored; did you mean 'cpus'?")
 
 
 def test_a_folder_for_boxes_that_is_not_there_is_not_a_missing_package(tmp_path: Path) -> None:

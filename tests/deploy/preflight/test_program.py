@@ -1,4 +1,4 @@
-"""What is wrong with `agent.settings` of the loop `command` is found before a box is opened."""
+"""Mistakes in `agent.settings` of the loop `command` are reported before a box is opened."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def test_known_placeholders_columns_and_code_pass(command: str) -> None:
 def test_prompts_of_a_program_are_not_those_of_the_tools() -> None:
     words = ["rollout.max_model_len=130", "agent.max_response_tokens=100", "agent.max_new_tokens=100"]
     assert "prompts" in failed(check_prompts, *words)
-    found = check_prompts(load_config(RECIPE, [*words, "agent.loop=command", "agent.settings={command: agent}"]))
-    assert found is not None
-    assert (found.verdict, "not known" in found.found) == ("skip", True)
+    check = check_prompts(load_config(RECIPE, [*words, "agent.loop=command", "agent.settings={command: agent}"]))
+    assert check is not None
+    assert (check.verdict, "not known" in check.found) == ("skip", True)
 
 
 def test_a_program_of_a_shown_folder_is_there_and_can_be_run(tmp_path: Path) -> None:

@@ -126,12 +126,12 @@ async def test_all_that_a_process_used_is_known_at_its_end(role: Callable[..., R
     killed, finished = process.take_ended()
     assert [killed.life, finished.life] == process.spec.log.read_text().split()[::2]
     assert (killed.was_killed, finished.was_killed) == (True, False)
-    assert min(killed.device_s, finished.device_s) >= 0.6
+    assert min(killed.device_s, finished.device_s) >= 0.6  # CPU time: load does not change it
     assert process.take_ended() == []
     on_gpus = role("import time; time.sleep(0.5)")
     on_gpus.spec = replace(on_gpus.spec, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     await on_gpus.run()
-    assert on_gpus.take_ended()[0].device_s >= 2.0
+    assert on_gpus.take_ended()[0].device_s >= 2.0  # load only makes it longer
 
 
 async def test_only_restarts_within_a_window_use_the_budget_up(role: Callable[..., RoleProcess]) -> None:
