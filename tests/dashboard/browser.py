@@ -24,6 +24,7 @@ START_S = 60
 PATIENCE_MS = 60_000
 PICTURES = os.environ.get("PENSTOCK_SCREENSHOTS")
 """A folder for the pictures of docs/guide/monitoring.md; unset: none are taken."""
+FRAMES = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 MISSING = CHROMIUM is None or find_spec("playwright") is None
 IN_BROWSER = [
     pytest.mark.browser,
@@ -98,6 +99,8 @@ class Tab:
             await self.page.keyboard.press(key)
 
     async def text(self, selector: str = "#main") -> str:
+        """What a reader sees; a turn has no text yet in the frame that inserts it (`content-visibility: auto`)."""
+        await self.page.evaluate(FRAMES)
         return str(await self.page.inner_text(selector))
 
     async def picture(self, name: str) -> None:
