@@ -156,12 +156,12 @@ def requeue(episode_id: str, run: RunArgument = None) -> None:
 def _ask(
     run: str | None,
     question: Callable[[TransferQueue], Awaitable[Answer]],
-    settings: TransferQueueConfig = INTERACTIVE,
+    settings: TransferQueueConfig | None = None,
 ) -> Answer:
     """Connects to the run's queue and asks one question; user errors are one message."""
 
     async def ask() -> Answer:
-        queue = await _connection(run).connect(settings)
+        queue = await _connection(run).connect(settings or INTERACTIVE)
         try:
             return await question(queue)
         finally:

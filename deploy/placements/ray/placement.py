@@ -190,7 +190,7 @@ def _make_actor(spec: RoleSpec, bundle: Bundle, group: Any) -> ActorHandle:
         max_task_retries=-1,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
     )
-    actor: ActorHandle[Any] = actor_class.remote()  # type: ignore[assignment]
+    actor: ActorHandle[Any] = actor_class.remote()
     return actor
 
 

@@ -65,6 +65,8 @@ async def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         monkeypatch.setenv("PENSTOCK_QUEUE", server.url)
         monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", PASSWORD)
         monkeypatch.setenv("PENSTOCK_TOKEN", "token")
+        # This one is there: on a busy machine it may answer late.
+        monkeypatch.setattr("penstock.deploy.commands.queue.INTERACTIVE", TransferQueueConfig())
         queue = await RedisTransferQueue.connect(server.url, "mine", TransferQueueConfig(), password=PASSWORD)
         await queue.create_run(Limits(group_size=2, groups_per_step=1, max_staleness=1, max_attempts=1), "config: true")
         task = Task("train/0", "train", [{"role": "user", "content": "?"}], "test", "1")

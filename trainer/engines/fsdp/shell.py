@@ -187,7 +187,7 @@ def _make_buffers(shell: PreTrainedModel, names: HubNames, stored: TensorFiles) 
         owner, _, key = name.rpartition(".")
         shell.get_submodule(owner)._buffers[key] = value
     for parameter in shell.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        parameter._is_hf_initialized = True
     shell.initialize_weights()
 
 
