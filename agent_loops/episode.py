@@ -35,6 +35,10 @@ from penstock.common.errors import defined_at
 from penstock.tools import call_users
 from penstock.transfer_queue import BadPayload, Lease, Outcome, OutcomeKind, QueueError, Trajectory
 
+NO_REWARD = (
+    "no reward: agent.reward is not set, and the episode called no tool that has calc_reward. Give agent.reward a "
+    "function, such as one that returns sum(extra_info['tool_rewards'].values()), or segment.output(reward=…) one"
+)
 MAX_RESTARTS = 2
 log = logging.getLogger(__name__)
 
@@ -251,7 +255,7 @@ class FinishedAttempt:
             return number_of(rewards[-1], "reward"), {}
         if self.services.reward is None:
             if not self.tool_rewards:
-                raise InfraFailure("reward", "no reward: set agent.reward, or give one in segment.output(reward=…)")
+                raise InfraFailure("reward", NO_REWARD)
             return sum(self.tool_rewards.values()), {}
         texts = [self.services.chat.decode(one.response_ids.tolist(), special=False) for one in self.outputs]
         with span("reward") as reward_span:

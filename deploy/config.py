@@ -304,6 +304,8 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
         raise ConfigError(f"override {override!r}: write it as section.key=value, for example trainer.lr=1e-6")
+    if dotted.startswith("+"):
+        raise ConfigError(f"override {override!r}: a key that is not set needs no +: {override.lstrip('+')}")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:

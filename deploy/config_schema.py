@@ -41,7 +41,8 @@ class ConfigSchema:
             lines.append(line)
         if all(line.startswith("override ") for line in lines):
             return "\n".join(lines)
-        head = f"{source}: {len(lines)} problem{'s' * (len(lines) > 1)}"
+        where = f"{source}, SETTINGS" if source.endswith(".py") else source
+        head = f"{where}: {len(lines)} problem{'s' * (len(lines) > 1)}"
         return "\n  ".join([head, *lines])
 
     def explain(self, problem: ErrorDetails, path: Sequence[str]) -> str:
@@ -55,6 +56,8 @@ class ConfigSchema:
             return f"{dotted}: no such key{verl_hint(dotted, problem['input']) or self._nearest(location)}"
         if problem["type"] == "missing":
             return f"{dotted}: is required. {self._description(location)}"
+        if problem["type"] == "model_type":
+            return f"{dotted}: is a section: write {dotted}.KEY=VALUE (got {problem['input']!r})"
         message = problem["msg"].removeprefix("Value error, ")
         return f"{dotted}: {message[:1].lower()}{message[1:]} (got {problem['input']!r}). {self._description(location)}"
 

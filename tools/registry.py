@@ -132,12 +132,28 @@ def _instances(entry: Any, config: ToolConfig, sandbox: Sandbox | None) -> list[
     if isinstance(entry, type) and issubclass(entry, ToolGroup):
         return _construct(entry, config.settings, sandbox).tools()
     if isinstance(entry, type) and issubclass(entry, BaseTool):
+        _check_methods(entry)
         return [_construct(entry, config.settings, sandbox)]
     if not isinstance(entry, BaseTool):
         raise TypeError(f"it is a {type(entry).__name__}: a BaseTool subclass or a @function_tool is needed")
     if config.settings:
         raise ValueError("a @function_tool takes no settings")
     return [copy.copy(entry)]
+
+
+def _check_methods(tool: type[BaseTool]) -> None:
+    """Raises `TypeError` for the methods of a tool that was written for verl."""
+    for method, ours in (("create", "create(self, task)"), ("execute", "execute(self, state, arguments)")):
+        if "instance_id" in inspect.signature(getattr(tool, method)).parameters:
+            raise TypeError(
+                f"{tool.__name__}.{method} takes instance_id, as verl's tools do; here it is {ours}, and execute "
+                "returns a ToolResult (docs/from/verl.md)"
+            )
+    if {"config", "tool_schema"} <= inspect.signature(tool).parameters.keys():
+        raise TypeError(
+            f"{tool.__name__}.__init__ takes config and tool_schema, as verl's tools do; here it takes the sandbox and "
+            "each setting by its name (docs/from/verl.md)"
+        )
 
 
 def _construct(tool: Callable[..., Made], settings: Mapping[str, Any], sandbox: Sandbox | None) -> Made:

@@ -30,6 +30,7 @@ DIALECTS = tuple(
 )
 """Tried in order for a schema without `$schema`; OpenAPI 3.0, which has `nullable` too, and older generators write
 the later ones."""
+TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 _VALIDATORS: dict[int, Any] = {}
 """Validators by the id of a schema."""
 
@@ -43,7 +44,8 @@ def check_schema(tool: str, schema: Mapping[str, Any], field: str = "parameters 
         _check_parts(schema, _dialect_of(schema))
     except SchemaError as error:
         place = f" ({error.json_path})" if error.path else ""
-        raise ValueError(f"tool {tool}: {field} no JSON schema: {error.message}{place}") from error
+        known = f"; types are {', '.join(TYPES)}" if [*error.path][-1:] == ["type"] else ""
+        raise ValueError(f"tool {tool}: {field} no JSON schema: {error.message}{place}{known}") from error
 
 
 def _dialect_of(schema: Mapping[str, Any]) -> Any:

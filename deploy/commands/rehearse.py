@@ -49,6 +49,8 @@ def rehearse(
     from penstock.agent_loops import AgentError, load_object
     from penstock.common.event_loop import run_users_code
     from penstock.deploy.config import load_config
+    from penstock.deploy.preflight.agent import check_loop
+    from penstock.deploy.preflight.suite import refuse_doomed
     from penstock.deploy.rehearsal import rows_of
     from penstock.sandbox import SandboxError
     from penstock.tools import ToolConfigError
@@ -57,6 +59,7 @@ def rehearse(
 
     with user_errors(AgentError, SandboxError, ToolConfigError, DataError):
         config = load_config(recipe, overrides or [])
+        refuse_doomed(check for check in [check_loop(config)] if check is not None)
         played = rows_of(config, split, rows)
         rewards = _expected(expect, played)
         playing = _play(config, load_object(policy, Path.cwd()), played, quiet=as_json)

@@ -254,7 +254,9 @@ def filters(verl: VerlSettings) -> Iterator[Setting]:
         yield "trainer.filter_options.power", verl["algorithm.pf_ppo.weight_pow"]
     if verl["algorithm.filter_groups.enable"]:
         yield "transfer_queue.filter_groups", "zero_variance"
-        yield "transfer_queue.max_filtered_steps", verl["algorithm.filter_groups.max_num_gen_batches"]
+        generated = int(verl["data.gen_batch_size"] or verl.groups_per_step)
+        batches = int(verl["algorithm.filter_groups.max_num_gen_batches"] or 0)
+        yield "transfer_queue.max_filtered_steps", -(-batches * generated // verl.groups_per_step)
         metric = verl["algorithm.filter_groups.metric"]
         if metric not in SCORE_METRICS:
             verl.lose(

@@ -14,6 +14,10 @@ from penstock.deploy.migrate.settings import ACTOR, MODEL, ROLLOUT, Setting, Ver
 PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "llama3_json", "gpt-oss": "harmony"}
 MAX_TURNS = 8
 """Bound if verl sets none; here an episode always has one."""
+DEFAULT_DEADLINE_S = 120
+"""Of `rollout.request_timeout_s` and `agent.episode_deadline_s`."""
+SLOW_TOKEN_S = 0.1
+"""Seconds of a sampled token on a busy engine, for deadlines, which verl does not have."""
 
 
 def leaving(verl: VerlSettings) -> Iterator[Setting]:
@@ -37,7 +41,7 @@ def sinks(verl: VerlSettings) -> Iterator[Setting]:
     value = verl["trainer.logger"]
     loggers = [value] if isinstance(value, str) else list(value or [])
     if "wandb" in loggers:
-        yield "trainer.sinks", ["tensorboard", "wandb"]
+        yield "trainer.sinks", sorted({"tensorboard", "wandb"} & set(loggers))
         if verl["trainer.project_name"]:
             yield "trainer.wandb.project", str(verl["trainer.project_name"])
     if others := sorted(set(loggers) - {"console", "file", "tensorboard", "wandb"}):
@@ -72,12 +76,29 @@ def sizes(verl: VerlSettings) -> Iterator[Setting]:
             f"trainer.minibatches is {updates}"
         )
     yield "trainer.minibatches", updates
+    key = "trainer.v1.separate_async.parameter_sync_step"
+    if verl.v1_mode == "separate_async" and verl.has(key) and int(verl[key]) != updates:
+        verl.note(f"parameter_sync_step={verl[key]}: weights are published once per step, after its {updates} updates")
 
 
 def lengths(verl: VerlSettings) -> Iterator[Setting]:
     yield "agent.max_response_tokens", verl.response
     yield "agent.max_new_tokens", verl.response
     yield "rollout.max_model_len", verl[f"{ROLLOUT}.max_model_len"] or verl["data.max_prompt_length"] + verl.response
+
+
+def deadlines(verl: VerlSettings) -> Iterator[Setting]:
+    """Where the default would cut a whole answer at `SLOW_TOKEN_S`: an episode has two answers, a batch two episodes."""
+    seconds = round(verl.response * SLOW_TOKEN_S)
+    if seconds <= DEFAULT_DEADLINE_S:
+        return
+    yield "rollout.request_timeout_s", float(seconds)
+    yield "agent.episode_deadline_s", float(2 * seconds)
+    yield "trainer.batch_timeout_s", float(4 * seconds)
+    verl.note(
+        f"verl has no deadlines: an answer may take {seconds} s here, an episode {2 * seconds} s and a batch "
+        f"{4 * seconds} s, for {verl.response} tokens at 10 a second"
+    )
 
 
 def agent(verl: VerlSettings) -> Iterator[Setting]:
@@ -96,6 +117,8 @@ def agent(verl: VerlSettings) -> Iterator[Setting]:
     # verl counts the results of tools as the user's turns; the model answers the last of them.
     bounds = [*([int(by_assistant)] if by_assistant else []), *([int(by_user) + 1] if by_user else [])]
     yield "agent.max_turns", min(bounds) if bounds else (MAX_TURNS if multi else 1)
+    if multi and not bounds:
+        verl.note(f"verl bounds no turns; an episode always has a bound here, and agent.max_turns is {MAX_TURNS}")
     if tools:
         file = Path(str(tools)).expanduser()
         yield "tools", str(file)
@@ -135,6 +158,11 @@ def reward(verl: VerlSettings) -> Iterator[Setting]:
             yield "trainer.overlong.length", int(verl.matching("reward_kwargs.max_resp_len") or verl.response)
             yield "trainer.overlong.buffer", verl.matching(f"{section}.len") or 0
             yield "trainer.overlong.penalty", verl.matching(f"{section}.penalty_factor") or 1.0
+            if not path:
+                verl.note(
+                    "a wrong answer is 0 here and -1 in verl's math_dapo, so that the penalty weighs more: for -1 set "
+                    "agent.rewards.settings.wrong=-1"
+                )
 
 
 def engine_arguments(verl: VerlSettings) -> Iterator[Setting]:
@@ -179,6 +207,7 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
         yield "placement.colocated", True
         yield "trainer.ranks", trains
         yield "rollout.servers", max(1, trains // per_server)
+        yield from _replicas(verl, trains)
         return
     lends = verl.v1_mode == "separate_async" and verl["trainer.v1.separate_async.hybrid_rollout.enable_switch"]
     if lends:
@@ -194,12 +223,23 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
         )
     yield "trainer.ranks", trains
     yield "rollout.servers", max(1, samples // per_server)
+    yield from _replicas(verl, trains)
     if int(verl["trainer.nnodes"]) > 1 or samples + trains > int(verl["trainer.n_gpus_per_node"]):
         apart = f"{'placement.lend=false ' if lends else ''}rollout.servers=0"
         verl.note(
             f"{trains} GPUs train and {samples} sample; if one machine has fewer than {samples + trains}: {apart} here"
             " and `penstock rollout` there, see the page 'Launching'"
         )
+
+
+def _replicas(verl: VerlSettings, ranks: int) -> Iterator[Setting]:
+    """HSDP: verl counts the ranks that share one set of weights, here the sets are counted."""
+    key = f"{ACTOR}.fsdp_config.fsdp_size"
+    size = int(verl[key])
+    if 0 < size < ranks and ranks % size == 0:
+        yield "trainer.parallel.replicate", ranks // size
+    elif 0 < size < ranks:
+        verl.lose(key, f"it does not divide trainer.ranks, {ranks}: all ranks share one set of weights")
 
 
 def _own_rollout_gpus(verl: VerlSettings) -> int | None:
@@ -264,6 +304,6 @@ def lora(verl: VerlSettings) -> Iterator[Setting]:
 
 
 RUN_RULES: tuple[Callable[[VerlSettings], Iterator[Setting]], ...] = (
-    *(leaving, sinks, model, data, sizes, lengths, agent, sampling, reward),
+    *(leaving, sinks, model, data, sizes, lengths, deadlines, agent, sampling, reward),
     *(engine_arguments, placement, engine, packs, lora),
 )

@@ -72,7 +72,7 @@ class VerlSettings:
 
     @property
     def response(self) -> int:
-        return int(self["data.max_response_length"])
+        return int(self.first(f"{ROLLOUT}.response_length", "data.max_response_length"))
 
     @property
     def v1_mode(self) -> str:

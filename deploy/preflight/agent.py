@@ -42,19 +42,17 @@ def opened_tools(config: RunConfig) -> Iterator[Mapping[str, BaseTool]]:
 
 def check_template(config: RunConfig) -> Check | None:
     """Check that the tools load, and that the model's chat template appends the turns that use them exactly."""
-    if not Path(config.model).is_dir():
-        return None
     from penstock.agent_loops import LoadError
     from penstock.sandbox import SandboxError
 
     try:
         with opened_tools(config) as tools:
-            return _verify_template(config, tools)
+            return _verify_template(config, tools) if Path(config.model).is_dir() else None
     except SandboxError:
         return skipped("chat template", "it needs the tools, and they a sandbox: see `sandbox`")
     except (ToolConfigError, LoadError) as error:
-        of_verl = "No module named 'verl" in str(error)
-        own = "derive the class from penstock.tools.BaseTool (docs/from/verl.md)"
+        of_verl = "No module named 'verl" in str(error) or "as verl's tools do" in str(error)
+        own = "derive the class from penstock.tools.BaseTool, with its methods (docs/from/verl.md)"
         return refused("tools", error, own if of_verl else "correct this entry of `tools` in the recipe")
 
 

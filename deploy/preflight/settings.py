@@ -133,8 +133,8 @@ def check_algorithm(config: RunConfig) -> Check | None:
     try:
         check_algorithm(config.trainer, config.group_size)
     except ValueError as error:
-        return Check("trainer.advantage", False, str(error), "correct trainer.advantage, trainer.loss or their options")
-    return Check("trainer.advantage", True, detail)
+        return Check("algorithm", False, str(error), "correct trainer.advantage, trainer.loss or their options")
+    return Check("algorithm", True, detail)
 
 
 def check_dtype(config: RunConfig) -> Check | None:

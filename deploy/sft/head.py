@@ -131,12 +131,16 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
             # First: a folder with this file and no step counts as untrained, whenever it was left.
             run.write_config(config)
         changes = changed_settings(run, config) if resume else []
+        if config.sft.policy and not run.data.exists():
+            console.print(f"{config.name}: {config.sft.policy} plays the tasks of data.train", markup=False)
         try:
             prepared = prepare(config, run.data, [one for one in changes if not one.startswith("trainer.")])
         except REFUSALS:
             if is_new:
                 shutil.rmtree(run.root)
             raise
+        if changes:
+            console.print(f"{config.name}: its settings have changed ({', '.join(changes)})", markup=False)
         steps = steps_of(config.sft, prepared.conversations)
         if resume and _trained_steps(run) >= steps:
             console.print(f"{config.name}: nothing is left to do of {steps} steps", markup=False)

@@ -87,7 +87,8 @@ class RolloutClient:
         while answer.finish_reason is None:
             began = time.monotonic()
             if began >= deadline:
-                raise EngineError(f"no whole answer in {timeout_s:g} s ({len(answer.token_ids)} tokens): {cause}")
+                tokens = f"{len(answer.token_ids)} tokens in {timeout_s:g} s (rollout.request_timeout_s)"
+                raise EngineError(f"no whole answer: {tokens}: {cause}")
             try:
                 async with aclosing(self._attempt(answer, deadline, avoid)) as chunks:
                     async for chunk in chunks:

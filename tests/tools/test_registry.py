@@ -28,6 +28,20 @@ class Echo(BaseTool):
         return ToolResult(arguments["text"] * self.settings["times"])
 
 
+@register_tool("verls")
+class VerlsTool(Echo):
+    """Its base class alone was changed."""
+
+    async def execute(self, instance_id: str, parameters: Any, **_: Any) -> Any:
+        return parameters["text"], 0.0, {}
+
+
+@register_tool("made_as_verls")
+class MadeAsVerls(Echo):
+    def __init__(self, config: Any, tool_schema: Any) -> None:
+        super().__init__(None)
+
+
 @register_tool("add")
 @function_tool
 def add(a: int, b: int) -> int:
@@ -60,6 +74,8 @@ async def test_registry_names_paths_settings_and_order() -> None:
         ("python", {}, "tool python needs a sandbox"),
         ("add", {"settings": {"x": 1}}, "takes no settings"),
         ("search", {"settings": {"urls": "http://x"}}, "unknown setting 'urls'; did you mean 'url'\\?"),
+        ("verls", {}, "VerlsTool.execute takes instance_id, as verl's tools do; here it is execute\\(self, state, arg"),
+        ("made_as_verls", {"settings": {"config": {}}}, "__init__ takes config and tool_schema, as verl's tools do"),
         ("echo", {"settings": {"time": 2}}, "unknown setting 'time'; did you mean 'times'\\?$"),
     ],
 )

@@ -132,7 +132,7 @@ def test_validation_follows_the_dialect(dialect: str | None, argument: dict[str,
         ),
         ({"properties": {"x": {"pattern": "^\\p{L}+$"}}}, "no JSON schema: '^\\\\p{L}+$' is not a 'regex'"),
         ({"patternProperties": {"(?<a>b)": {}}}, "no JSON schema: '(?<a>b)' is not a 'regex'"),
-        ({"properties": {"x": {"type": "any"}}}, "is not valid under any of the given schemas ($.properties.x.type)"),
+        ({"properties": {"x": {"type": "any"}}}, "schemas ($.properties.x.type); types are string, integer,"),
     ],
 )
 def test_validation_refuses_at_start_what_would_end_episodes(schema: dict[str, Any], message: str) -> None:

@@ -178,7 +178,7 @@ CONVERSIONS: list[tuple[list[str], dict[str, Any]]] = [
     ),
     (
         ["trainer.logger=[console,wandb]", "trainer.project_name=mine"],
-        {"trainer.sinks": ("tensorboard", "wandb"), "trainer.wandb.project": "mine"},
+        {"trainer.sinks": ("wandb",), "trainer.wandb.project": "mine"},
     ),
     ([], {"trainer.sinks": ("tensorboard",)}),
     ([f"{ACTOR}.optim.warmup_style=cosine"], {"trainer.lr_schedule": "linear"}),

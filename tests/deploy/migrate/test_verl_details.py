@@ -94,6 +94,27 @@ def lost(migrated: Migration) -> dict[str, str]:
             )
         ),
         (["trainer.v1.trainer_mode=fully_async"], {"max_staleness": 0}),
+        (
+            ["data.max_response_length=20480"],
+            {
+                "rollout.request_timeout_s": 2048.0,
+                "agent.episode_deadline_s": 4096.0,
+                "trainer.batch_timeout_s": 8192.0,
+            },
+        ),
+        (["data.max_response_length=1024"], {"rollout.request_timeout_s": None}),
+        ([*LENGTHS, f"{ROLLOUT}.response_length=8192"], {"agent.max_response_tokens": 8192}),
+        (
+            [
+                f"{FILTER}.enable=true",
+                f"{FILTER}.max_num_gen_batches=10",
+                "data.gen_batch_size=1536",
+                "data.train_batch_size=512",
+            ],
+            {"transfer_queue.max_filtered_steps": 30},
+        ),
+        (["trainer.n_gpus_per_node=8", f"{ACTOR}.fsdp_config.fsdp_size=2"], {"trainer.parallel.replicate": 2}),
+        (["trainer.n_gpus_per_node=8", f"{ACTOR}.fsdp_config.fsdp_size=8"], {"trainer.parallel.replicate": None}),
     ],
 )
 def test_settings_that_make_one_together(words: list[str], expected: dict[str, Any]) -> None:
@@ -182,6 +203,13 @@ def test_what_need_not_be_set_has_its_own_reason(words: list[str], key: str, why
 @pytest.mark.parametrize(
     ("words", "said", "unsaid"),
     [
+        (["data.max_response_length=20480"], "an answer may take 2048 s here", "lend"),
+        ([f"{ROLLOUT}.multi_turn.enable=true"], "agent.max_turns is 8", "lend"),
+        (
+            [*LENDS, "trainer.v1.separate_async.parameter_sync_step=2"],
+            "published once per step, after its 4 upd",
+            "colocated",
+        ),
         ([*LENDS], "placement.lend=false rollout.servers=0", "placement.colocated"),
         (["trainer.n_gpus_per_node=4"], "placement.colocated=true trainer.ranks=4 rollout.servers=2", "lend"),
         (["model_engine=megatron"], "4 train and 4 sample", "placement.colocated"),

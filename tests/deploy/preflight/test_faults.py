@@ -53,7 +53,7 @@ MAX_BYTES = "max_bytes = 1000 < groups_per_step × group_size × bytes per token
 # settings -----------------------------------------------------------------------------------------------------------
 SETTINGS: list[tuple[Asked, list[str], str, str]] = [
     (check_correction, ["trainer.correction=null"], "trainer.correction", r"trainer\.correction=truncated_is"),
-    (check_algorithm, ["group_size=1"], "trainer.advantage", "2 or more"),
+    (check_algorithm, ["group_size=1"], "algorithm", "2 or more"),
     (
         check_training_engine,
         ["trainer.engine=megatron", "trainer.ranks=3", "trainer.parallel.tensor=2"],

@@ -70,7 +70,7 @@ async def test_client_tells_the_server_how_long_it_waits(
     client: RolloutClient, queue: RunQueue, tmp_path: Path
 ) -> None:
     async with rollout_server(queue, tmp_path, token_s=30.0) as server:
-        with pytest.raises(EngineError, match=r"no whole answer in 0.5 s \(0 tokens\)"):
+        with pytest.raises(EngineError, match=r"no whole answer: 0 tokens in 0.5 s \(rollout"):
             await client.generate(GenerateRequest(token_ids=[1], deadline_s=0.5))
         await server.until(lambda: server.engine.running == 0)
         assert client._router.describe() == "s0 v0 accepts"
