@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.common import nearest
 from penstock.deploy.config import ConfigError, RunConfig, code_files, load_config, parse_config
 from penstock.deploy.pretrained import find_fetched
 from penstock.deploy.rehearsal import rows_of
@@ -93,7 +94,9 @@ def resolve_target(request: EvalRequest) -> EvalPlan:
     if run is not None and not run.config.exists():
         raise ConfigError(f"{request.target}: no config.yaml, so no run's folder; give a recipe or a run")
     if run is None and not request.target.exists() and request.target.suffix not in (".yaml", ".yml", ".py"):
-        raise ConfigError(f"{no_such_run(request.target.parent, request.target.name)}; or give a recipe's file")
+        recipes = [file.name for end in ("py", "yaml") for file in request.target.parent.glob(f"*.{end}")]
+        hint = nearest(request.target.name, recipes)
+        raise ConfigError(f"{no_such_run(request.target.parent, request.target.name)}; or give a recipe's file{hint}")
     config = load_config(run.config if run else request.target, request.overrides, with_tasks=False)
     model, source, step = _model(request, config, run)
     name = request.name or f"{config.name}-eval{'' if step is None else f'-step{step}'}"

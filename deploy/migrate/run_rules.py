@@ -15,7 +15,7 @@ PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "lla
 MAX_TURNS = 8
 """Bound if verl sets none; here an episode always has one."""
 DEFAULT_DEADLINE_S = 120
-"""Of `rollout.request_timeout_s` and `agent.episode_deadline_s`."""
+"""The default of `rollout.request_timeout_s` and `agent.episode_deadline_s`."""
 SLOW_TOKEN_S = 0.1
 """Seconds of a sampled token on a busy engine, for deadlines, which verl does not have."""
 
@@ -88,7 +88,7 @@ def lengths(verl: VerlSettings) -> Iterator[Setting]:
 
 
 def deadlines(verl: VerlSettings) -> Iterator[Setting]:
-    """Where the default would cut a whole answer at `SLOW_TOKEN_S`: an episode has two answers, a batch two episodes."""
+    """Deadlines for a whole answer at `SLOW_TOKEN_S`: an episode has two answers, a batch two episodes."""
     seconds = round(verl.response * SLOW_TOKEN_S)
     if seconds <= DEFAULT_DEADLINE_S:
         return
