@@ -44,7 +44,7 @@ def idle_cause(status: Status, config: RunConfig) -> str:
     """Return in words why rollout servers have no requests, as far as the queue's state says it."""
     in_system = sum(status.groups.get(name, 0) for name in ("admitted", "ready", "shipped"))
     if status.episodes.get("leased", 0):
-        return "tools, environments and rewards work"
+        return "episodes wait for tools, environments and rewards"
     if in_system >= (config.max_staleness + 1) * config.groups_per_step:
         return "the trainer is behind"
     return "agent workers take no task" if status.groups.get("queued", 0) else "no task is queued"
