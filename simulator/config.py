@@ -78,6 +78,8 @@ class Rollout(Section):
     groups_in_flight: int = Field(0, ge=0, description="Most groups that run at once; 0: any.")
     start_s: float = Field(0, ge=0, description="Work before an episode's first call, such as starting its box.")
     starts_at_once: int = Field(1, ge=1, description="How many are started together.")
+    lost_after_s: float = Field(0, ge=0, description="Mean time until a server is lost, as a spot machine; 0: never.")
+    back_after_s: float = Field(60, gt=0, description="From the loss of a server until another has taken its place.")
     whole_batches: bool = Field(False, description="A step's groups begin only when all earlier groups have ended.")
 
 
@@ -139,6 +141,8 @@ class Simulation(Section):
             raise ValueError("colocated: roles that take turns are synchronous; set max_staleness: sync")
         if self.lend and (self.colocated or self.cores):
             raise ValueError("lend: the trainer lends its own GPUs; set colocated: false and cores: 0")
+        if self.lend and self.rollout.lost_after_s:
+            raise ValueError("rollout.lost_after_s: lent GPUs are not lost in this model; set lend: false")
         if self.lend and not self.lent:
             raise ValueError("lend: no server fits on the trainer's GPUs; lower rollout.gpus, or raise trainer.ranks")
         if self.groups_per_step % self.trainer.chunks:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from penstock.simulator.config import Rollout, Simulation
 from penstock.simulator.episodes import Group, SimulatedEpisode
 from penstock.simulator.stage import Clock, Host, Job, Stage
@@ -54,6 +56,10 @@ class Rollouts:
         self._jobs: dict[int, Job] = {}
         """The call of each episode that waits or runs at its server."""
         self._queue: deque[SimulatedEpisode] = deque()
+        self._lost: list[Server] = []
+        self._random = np.random.default_rng([config.seed, config.rollout.servers])
+        for server in self.servers if config.rollout.lost_after_s else ():
+            self._lose_later(server)
 
     def begin(self, group: Group) -> None:
         self._queue.extend(group.episodes)
@@ -91,6 +97,24 @@ class Rollouts:
 
         self._clock.after(after_s, resume)
 
+    def _lose_later(self, server: Server) -> None:
+        self._clock.after(self._random.exponential(self._config.rollout.lost_after_s), lambda: self._lose(server))
+
+    def _lose(self, server: Server) -> None:
+        """Its episodes continue at others with their journaled tokens; if all are lost they wait for this one."""
+        self._lost.append(server)
+        server.stage.pause()
+        if len(self._lost) < len(self.servers):
+            for episode in list(server.episodes.values()):
+                self._move(episode)
+
+        def replace() -> None:
+            self._lost.remove(server)
+            server.stage.resume()
+            self._lose_later(server)
+
+        self._clock.after(self._config.rollout.back_after_s, replace)
+
     def _lease(self) -> None:
         most = self._config.rollout.in_flight
         while self._queue and (not most or self.running < most):
@@ -111,7 +135,8 @@ class Rollouts:
     def _emptiest(self) -> Server:
         """The server with the fewest episodes, of those that are awake."""
         awake = self.servers[: self._config.rollout.servers] if self._asleep else self.servers
-        return min(awake, key=lambda s: len(s.episodes))
+        living = [server for server in awake if server not in self._lost]
+        return min(living or awake, key=lambda s: len(s.episodes))
 
     def _move(self, episode: SimulatedEpisode) -> None:
         """To another server, with what is left of its call."""

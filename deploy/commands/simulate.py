@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import penstock
-from penstock.deploy.commands.shared import AsJson, Overrides, user_errors
+from penstock.deploy.commands.shared import AsJson, Overrides, RunsDir, folder_of_run, user_errors
 
 if TYPE_CHECKING:
-    from penstock.simulator import Simulation
+    from penstock.simulator import Prediction, Simulation
 
 COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "staleness_mean", "staleness_max")
 
 
-def _own_or_shipped(setup: Path) -> Path:
+def _own_or_shipped(setup: Path | None) -> Path | None:
+    if setup is None:
+        return None
     shipped = Path(penstock.__file__).parent / "simulator" / "setups" / setup.name
     return shipped if not setup.exists() and shipped.is_file() else setup
 
 
 def simulate(
     setup: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             help="A YAML file of a cluster and its work, as on the page 'Scale', or the name of one that ships.",
             callback=_own_or_shipped,
         ),
-    ],
+    ] = None,
     overrides: Overrides = None,
     *,
+    run: Annotated[
+        str | None,
+        typer.Option("--from", help="A run, in place of a setup: its lengths, times and rates, as measured."),
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
     sweep: Annotated[str | None, typer.Option(help="key=a,b,c: one run for each value, as a table.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -39,17 +48,53 @@ def simulate(
 
     Nothing is started; a discrete-event model plays servers, gate and trainer in seconds.
 
+    With --from the words after it are changes of the run's setup, and the answer has 92 % intervals.
+
     Examples: penstock simulate agentic-64.yaml
     penstock simulate agentic-64.yaml --sweep max_staleness=0,1,2,4
+    penstock simulate --from calculator max_staleness=0 rollout.servers=2
     """
     from penstock.simulator import BadSetup, StuckSimulation, changed, of_file
 
     with user_errors(BadSetup, StuckSimulation):
+        if run is not None:
+            changes = [*([str(setup)] if setup else []), *(overrides or [])]
+            _what_if(folder_of_run(run, runs_dir), changes, as_json)
+            return
+        if setup is None:
+            raise BadSetup("name a setup, such as agentic-64.yaml, or a run: penstock simulate --from RUN")
         config = changed(of_file(setup), overrides or [])
         if sweep is None:
             _one(config, as_json)
         else:
             _sweep(config, sweep, as_json)
+
+
+def _what_if(folder: Path, changes: list[str], as_json: bool) -> None:
+    from penstock.deploy.run.plan import has_gpu
+    from penstock.simulator import predict_change
+
+    found = predict_change(folder, changes, 0 if has_gpu() else os.cpu_count() or 1)
+    if as_json:
+        figures = {"step_s_interval": found.step_s, "over_run_interval": found.over_run, **found.result.plain()}
+        setup = found.config.model_dump(mode="json")
+        typer.echo(json.dumps({"run": found.run.model_dump(), "setup": setup, "figures": figures}))
+        return
+    for line in _compared(found, changes):
+        typer.echo(line)
+
+
+def _compared(found: Prediction, changes: list[str]) -> Iterator[str]:
+    run, result = found.run, found.result
+    (low, high), (least, most) = found.step_s, found.over_run
+    yield f"measured        step {run.wall_s:.2f} s, {3600 / run.wall_s:.0f} steps per hour ({run.steps} of {run.name})"
+    per_hour = f"{3600 / result.step_s:.0f} steps per hour [{3600 / high:.0f}, {3600 / low:.0f}]"
+    said = " ".join(changes) or "as it ran"
+    yield f"simulated       step {result.step_s:.2f} s [{low:.2f}, {high:.2f}], {per_hour}: {said}"
+    if changes:
+        yield f"over the run    {result.step_s / run.wall_s:.2f} of its step time [{least:.2f}, {most:.2f}]"
+    yield f"bubbles         trainer {result.trainer_bubble:.0%}, rollout {result.rollout_bubble:.0%}"
+    yield f"staleness       mean {result.staleness_mean:.2f}, at most {result.staleness_max}"
 
 
 def _one(config: Simulation, as_json: bool) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulator.local import SKIPPED, recorded
+from benchmarks.simulator.local import recorded
+from penstock.simulator.measured import SKIPPED
 
 
 def run_dir(root: Path, name: str, staleness: int, wall_s: float) -> str:

@@ -239,3 +239,23 @@ def test_advice_names_the_limit_and_a_faster_split() -> None:
     assert found.advice.startswith("The trainer is the limit")
     assert "ranks on the same 8 GPUs would take" in found.advice
     assert replace(found, advice="") == simulate(lopsided)
+
+
+@given(st.integers(0, 5), st.floats(2, 30), st.integers(1, 3))
+@settings(max_examples=25)
+def test_lost_servers_lose_and_repeat_no_token(seed: int, lost_after_s: float, servers: int) -> None:
+    rollout = Rollout(servers=servers, token_s=0.5, lost_after_s=lost_after_s, back_after_s=5)
+    config = cluster(rollout=rollout, max_staleness=2, seed=seed, steps=6, warmup=0)
+    pipeline = Pipeline(config)
+    pipeline.run()
+    assert set(pipeline.accounts.episodes.values()) == {1}
+    ages = sum(pipeline.accounts._ages.values())
+    assert ages == pytest.approx(pipeline.accounts.tokens), "each trained token has one version"
+
+
+def test_servers_that_are_lost_often_take_longer() -> None:
+    fleet = Rollout(servers=2, token_s=1.0)
+    spot = fleet.model_copy(update={"lost_after_s": 20.0, "back_after_s": 20.0})
+    steady, often = (simulate(cluster(rollout=one, steps=20)) for one in (fleet, spot))
+    assert often.step_s > 1.2 * steady.step_s
+    assert often.tokens_decoded_per_s < steady.tokens_decoded_per_s
