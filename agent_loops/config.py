@@ -146,7 +146,7 @@ class AgentConfig(BaseModel):
     reward: str = Field(
         "",
         description="A name of the page 'My own reward', by_data_source, or a compute_score as dotted path or"
-        " FILE.py:function. Empty: loops, environments or tools give the rewards.",
+        " FILE.py:function. Empty: the loop's or environment's own reward, else the sum of the tools' calc_reward.",
     )
     rewards: RewardsConfig = RewardsConfig()
     sources: dict[str, SourceConfig] = Field(

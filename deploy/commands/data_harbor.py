@@ -35,7 +35,7 @@ def check(
         Path | None, typer.Option(help="Check in the boxes of this recipe: its `sandbox`, and its `harbor` tools.")
     ] = None,
     backend: Annotated[
-        str, typer.Option(help="Without a recipe: docker, or bwrap for tasks without an image.")
+        str, typer.Option(help="Of all boxes, without a recipe: docker, or bwrap if no task has an image.")
     ] = "docker",
     image: Annotated[
         str, typer.Option(help="Image for tasks without an image or Dockerfile (backend docker).")

@@ -74,9 +74,9 @@ def _first_sentence(text: str) -> str:
 
 def _prose(text: str) -> Iterator[str]:
     """Paragraphs; those that begin with "Example" become commands, one per line."""
-    for paragraph in re.split(r"\n\s*\n", text):
+    for paragraph in re.split(r"\n\s*\n(?!penstock )", text):
         if EXAMPLE.match(paragraph):
-            commands = re.split(r"\s+·\s+|\n", EXAMPLE.sub("", paragraph))
+            commands = re.split(r"\s+·\s+|\n\s*", EXAMPLE.sub("", paragraph))
             yield "\n".join(["```bash", *(line.strip() for line in commands), "```", ""])
         elif paragraph:
             yield paragraph + "\n"

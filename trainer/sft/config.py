@@ -21,12 +21,14 @@ class SftConfig(BaseModel):
     runs: Paths = Field((), description="Folders of runs or evaluations whose recorded trajectories are trained on.")
     policy: str | None = Field(
         None,
-        description="FILE.py:function that plays tasks of data.train; episodes with the full reward are trained on.",
+        description="FILE.py:function that plays tasks of data.train; episodes with the full reward, or `min_reward`"
+        " or more, are trained on.",
     )
     policy_rows: int = Field(512, ge=0, description="Tasks that the policy plays; 0: all.")
     min_reward: float | None = Field(
         None,
-        description="Of a trajectory of `runs`, None: any; of an episode of `policy`, None: the task's full reward.",
+        description="Least reward of a trajectory of `runs` (None: any) and of an episode of `policy` (None: the task's"
+        " full reward).",
     )
     newest_versions: int = Field(
         0,
