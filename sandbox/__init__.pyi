@@ -6,6 +6,7 @@ from .idempotency import current_call as current_call
 from .make import make_sandbox as make_sandbox
 from .protocol import Accept as Accept
 from .protocol import BoxNeeds as BoxNeeds
+from .protocol import ExceededSetting as ExceededSetting
 from .protocol import RunResult as RunResult
 from .protocol import Sandbox as Sandbox
 from .protocol import SandboxError as SandboxError

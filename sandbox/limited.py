@@ -17,6 +17,7 @@ from penstock.sandbox.box import Box
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.protocol import (
     BoxNeeds,
+    ExceededSetting,
     NoSnapshots,
     NoSuchImage,
     SandboxBusy,
@@ -129,13 +130,23 @@ class LimitedSandbox(ABC):
     def check_needs(self, needs: BoxNeeds) -> None:
         if needs.own_root and not self.config.own_root:
             raise UnmetNeeds("a session asks for its own root: allow that with sandbox.own_root: true")
+        exceeded = [
+            ExceededSetting(setting, limit, name, amount)
+            for name, setting, limit in self._limits_of_needs()
+            if (amount := getattr(needs, name)) is not None and amount > limit
+        ]
+        if exceeded:
+            amounts = " and ".join(dict.fromkeys(f"{one.need} {one.amount:g}" for one in exceeded))
+            limits = " and ".join(f"{one.setting} is {one.limit:g}" for one in exceeded)
+            fixes = " and ".join(f"{one.setting}={one.amount:g}" for one in exceeded)
+            raise UnmetNeeds(
+                f"a session asks for {amounts}, and {limits}: set {fixes}, or leave its task out", exceeded
+            )
+
+    def _limits_of_needs(self) -> Iterator[tuple[str, str, float]]:
+        """(a field of `BoxNeeds`, a setting that bounds it, its value)"""
         for name, most in self.config.own_limits.model_dump().items():
-            if (amount := getattr(needs, name)) is not None and amount > most:
-                raise UnmetNeeds(
-                    f"a session asks for {name} {amount:g}, and a session may have {most:g}: raise"
-                    f" sandbox.own_limits.{name}, or leave its task out",
-                    *(name, f"sandbox.own_limits.{name}", most),
-                )
+            yield name, f"sandbox.own_limits.{name}", most
 
     async def start(self, label: str, *, image: str | None = None, needs: BoxNeeds | None = None) -> Session:
         needs = needs or BoxNeeds()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,13 +21,24 @@ class NoSuchImage(SandboxError):
     """Boxes of the requested image cannot be made here; the message names the fix."""
 
 
-class UnmetNeeds(SandboxError):
-    """A session asks for a box that this maker may not or cannot make; the message names the setting."""
+@dataclass(frozen=True, slots=True)
+class ExceededSetting:
+    """A setting that is less than a session asks for."""
 
-    def __init__(self, reason: str, need: str = "", setting: str = "", limit: float = 0.0) -> None:
-        """`setting` bounds the `need` of this name, a field of `BoxNeeds`; empty where another thing is in the way."""
+    setting: str
+    limit: float
+    need: str
+    """A field of `BoxNeeds`."""
+    amount: float
+
+
+class UnmetNeeds(SandboxError):
+    """A session asks for a box that this maker may not or cannot make; the message names the settings."""
+
+    def __init__(self, reason: str, exceeded: Sequence[ExceededSetting] = ()) -> None:
+        """`exceeded`: all settings that are too small; empty where another thing is in the way."""
         super().__init__(reason)
-        self.need, self.setting, self.limit = need, setting, limit
+        self.exceeded = tuple(exceeded)
 
 
 class NoSnapshots(SandboxError):

@@ -62,6 +62,11 @@ class EpisodeBox:
             return self._session
 
     @property
+    def time_limit_s(self) -> float:
+        """The task's own time limit, from the box's opening on; infinite if it has none."""
+        return float("inf")
+
+    @property
     def seconds_left(self) -> float:
         """Until the task's own time limit, if it has one."""
         return float("inf")

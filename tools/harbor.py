@@ -76,12 +76,16 @@ class HarborBox(GradedBox[HarborEnvironment]):
         self._opened_at = 0.0
 
     @property
+    def time_limit_s(self) -> float:
+        limit = self._task.agent_timeout_s
+        return float("inf") if limit is None else limit
+
+    @property
     def seconds_left(self) -> float:
         """Return the seconds left of the task's agent.timeout_sec, from the box's opening on; another worker begins
         anew.
         """
-        limit = self._task.agent_timeout_s
-        return float("inf") if limit is None else self._opened_at + limit - time.monotonic()
+        return self._opened_at + self.time_limit_s - time.monotonic()
 
     async def _set_up(self) -> HarborEnvironment:
         return await HarborEnvironment.open(self._sandbox, self._task, self._label, self._passed)
@@ -108,7 +112,7 @@ class HarborBox(GradedBox[HarborEnvironment]):
         if value is not None:
             return value
         wrong_key = f"no reward is called {key!r}: it has {', '.join(grade.rewards)}" if key and grade.rewards else ""
-        cause = f"task {name}: {grade.cause or wrong_key or grade.why_none()}"
+        cause = f"task {name}: {wrong_key or grade.why_none()}"
         if self._settings.no_reward == "infra_error":
             raise ToolInfraError("harbor", cause)
         # An operator's `zero` stands for tests that write nothing, not for a reward of another name.

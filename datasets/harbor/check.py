@@ -18,16 +18,19 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.common import append_jsonl, read_jsonl, rewrite_jsonl
-from penstock.sandbox import Sandbox, SandboxConfig, SandboxError
+from penstock.sandbox import RunResult, Sandbox, SandboxConfig, SandboxError
 from penstock.sandbox.harbor import (
     SOLVE_OUTPUT,
     TEST_OUTPUT,
     HarborEnvironment,
     HarborTask,
     HarborTaskError,
+    find_limit,
     find_task_folders,
     packed,
     read_task,
+    solve_seconds,
+    without_repeats,
 )
 from penstock.transfer_queue import is_reached, same_reward
 
@@ -51,6 +54,8 @@ class TaskTrial:
     reward: float | None
     cause: str = ""
     """The reason why the reward is missing or differs from the expected one."""
+    limits: Sequence[str] = ()
+    """Limits of the box that its scripts met, with the settings to raise."""
     seconds: float = 0.0
     solution_output: str = ""
     """The end of what solve.sh wrote."""
@@ -66,9 +71,14 @@ class TaskTrial:
     @property
     def problem(self) -> str:
         """Describes a probe that is not `right`, in a line."""
+        return self.verdict + (f": {self.cause}" if self.cause else "")
+
+    @property
+    def verdict(self) -> str:
+        """The reward and the one that was expected."""
         result = "no reward" if self.reward is None else f"reward {self.reward:g}"
         required = "its own solution must earn 1" if self.agent == "oracle" else "doing nothing must earn less than 1"
-        return f"{self.agent}: {result}, {required}" + (f": {self.cause}" if self.cause else "")
+        return f"{self.agent}: {result}, {required}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +98,17 @@ class CheckedTask:
 
     @property
     def problem(self) -> str:
-        """The problem in one line; empty if the task is sound."""
+        """The problem in one line, each cause once; empty if the task is sound."""
         if self.cause:
             return self.cause
-        return "; ".join(self.probes[name].problem for name in AGENTS if not self.probes[name].right)
+        wrong = [self.probes[name] for name in AGENTS if not self.probes[name].right]
+        texts, causes, limits = [], set[str](), dict[str, None]()
+        for one in wrong:
+            is_known = one.cause in causes or (one.limits and limits.keys() >= set(one.limits))
+            texts.append(one.verdict if is_known else one.problem)
+            causes.add(one.cause)
+            limits.update(dict.fromkeys(one.limits))
+        return "; ".join((*texts, *limits))
 
 
 def check_config(backend: str, image: str, concurrency: int) -> SandboxConfig:
@@ -181,19 +198,32 @@ async def run_agent(sandbox: Sandbox, task: HarborTask, agent: AgentName, passed
     """Run one agent in a fresh box and grade it. Raises `SandboxError`, `HarborTaskError`."""
     environment = await HarborEnvironment.open(sandbox, task, f"check {task.name} {agent}", passed)
     try:
-        how, solution = "", ""
+        how, solution, limit = "", "", ""
         if agent == "oracle":  # its status counts for nothing, as with Harbor
             result = await environment.solve()
             solution = await _last_output(environment, SOLVE_OUTPUT)
             if result.exit_code != 0:
-                end = f"limit {result.limit}" if result.exit_code is None else f"status {result.exit_code}"
-                how = f"its solution ended with {end}: {solution[-400:]}".rstrip(": ")
+                how, limit = f"its solution {_end_of(result, task)}", find_limit(solution, result)
         grade = await environment.grade()
-        cause = "; ".join(filter(None, (grade.why_none(), "" if same_reward(grade.reward, FULL) else how)))
+        if how and not (limit and limit == grade.limit):  # else the tests' output shows the cause
+            how = f"{how}: {without_repeats(solution[-400:])}".rstrip(": ")
+        why_none = grade.cause or grade.why_none()
+        cause = "; ".join(filter(None, (why_none, "" if same_reward(grade.reward, FULL) else how)))
         tests = await _last_output(environment, TEST_OUTPUT)
-        return TaskTrial(task.name, "", agent, grade.reward, cause, solution_output=solution, tests_output=tests)
+        limits = tuple(dict.fromkeys(filter(None, (limit, grade.limit))))
+        return TaskTrial(
+            task.name, "", agent, grade.reward, cause, limits, solution_output=solution, tests_output=tests
+        )
     finally:
         await environment.close()
+
+
+def _end_of(result: RunResult, task: HarborTask) -> str:
+    if result.exit_code is not None:
+        return f"ended with status {result.exit_code}"
+    if result.limit == "wall":
+        return f"was ended by its time limit of {solve_seconds(task):g} s, agent.timeout_sec"
+    return f"was ended by the box's limit of {result.limit}"
 
 
 async def _last_output(environment: HarborEnvironment, path: str) -> str:

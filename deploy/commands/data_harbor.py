@@ -195,11 +195,13 @@ def _wrapped(begin: str, verdict: str) -> str:
 
 def _outputs(one: CheckedTask) -> Iterator[str]:
     """The last lines of what the agents of an unsound task and their tests wrote."""
+    from penstock.sandbox.harbor import without_repeats
+
     for probe in one.probes.values():
         for name, text in (("solve.sh", probe.solution_output), ("its tests", probe.tests_output)):
             if text and not probe.right:
                 yield f"{one.task}, {probe.agent}: the last output of {name}"
-                yield from (f"    {line}" for line in text.splitlines()[-LINES:])
+                yield from (f"    {line}" for line in without_repeats(text).splitlines()[-LINES:])
 
 
 def _figures(one: CheckedTask) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 """Unexpected and failed episodes listed one by one."""
+Names = Mapping[int, str]
+"""`extra_info.instance_id` of the rows that have one, by their numbers."""
 
 
 def rehearse(
@@ -71,7 +73,8 @@ def rehearse(
     unexpected = [
         one for one in result.trajectories if rewards and not same_reward(one.reward, rewards[_row(one.task_id) - 1])
     ]
-    typer.echo(json.dumps(_figures(result)) if as_json else _report(result, unexpected, rewards))
+    names = {number: str(name) for number, row in enumerate(played, 1) if (name := row.extra_info.get("instance_id"))}
+    typer.echo(json.dumps(_figures(result, names)) if as_json else _report(result, unexpected, rewards, names))
     raise typer.Exit(1 if unexpected or result.failures else 0)
 
 
@@ -107,7 +110,7 @@ async def _play(config: RunConfig, policy: Policy, rows: list[DatasetRow], *, qu
         log.setLevel(level)
 
 
-def _figures(result: EnvCheck) -> dict[str, Any]:
+def _figures(result: EnvCheck, names: Names) -> dict[str, Any]:
     rewards, trajectories = result.rewards, result.trajectories
     kinds = ((one.outcome.kind, f" ({one.outcome.reason})" if one.outcome.reason else "") for one in trajectories)
     outcomes = Counter(f"{kind}{reason}" for kind, reason in kinds)
@@ -122,7 +125,11 @@ def _figures(result: EnvCheck) -> dict[str, Any]:
         "reward": {"mean": fmean(rewards), "lowest": min(rewards), "highest": max(rewards)} if rewards else {},
         "outcomes": dict(outcomes),
         "failures": [
-            {"row": _row(one.episode_id), "cause": f"{one.outcome.component}: {one.outcome.reason}"}
+            {
+                "row": (row := _row(one.episode_id)),
+                **({"instance_id": names[row]} if row in names else {}),
+                "cause": f"{one.outcome.component}: {one.outcome.reason}",
+            }
             for one in result.failures[:SHOWN]
         ],
         **means,
@@ -133,12 +140,12 @@ def _number(reward: float | None) -> str:
     return "none" if reward is None else f"{reward:g}"
 
 
-def _report(result: EnvCheck, unexpected: list[Any], rewards: list[float]) -> str:
-    figures = _figures(result)
+def _report(result: EnvCheck, unexpected: list[Any], rewards: list[float], names: Names) -> str:
+    figures = _figures(result, names)
     reward = "".join(f"  {name} {value:.3f}" for name, value in figures["reward"].items())
     if result.rewards and min(result.rewards) < max(result.rewards):
         lowest = [_row(one.task_id) for one in result.trajectories if one.reward == min(result.rewards)]
-        reward += f"  the lowest in {_rows(lowest)}"
+        reward += f"  the lowest in {_rows(lowest, names)}"
     outcomes = ", ".join(f"{count} {name}" for name, count in figures["outcomes"].items())
     lines = [f"episodes   {', '.join(filter(None, (outcomes, f'{len(result.failures)} failed')))}"]
     if result.trajectories:
@@ -149,7 +156,7 @@ def _report(result: EnvCheck, unexpected: list[Any], rewards: list[float]) -> st
             f"{figures['latency_s']:.2f} s",
         ]
     lines += [
-        f"unexpected reward {_number(one.reward)} in row {row}, {rewards[row - 1]:g} was expected"
+        f"unexpected reward {_number(one.reward)} in {_rows([row], names)}, {rewards[row - 1]:g} was expected"
         for one in unexpected[:SHOWN]
         if (row := _row(one.task_id))
     ]
@@ -157,22 +164,23 @@ def _report(result: EnvCheck, unexpected: list[Any], rewards: list[float]) -> st
         lines.append(f"unexpected rewards in {len(unexpected) - SHOWN} more rows")
     errors = [(_row(one.task_id), text) for one in result.trajectories for text in one.extra["tool_error_texts"]]
     failures = [(_row(one.episode_id), f"{one.outcome.component}: {one.outcome.reason}") for one in result.failures]
-    return "\n".join([*lines, *_cut(result), *_grouped("tool error", errors), *_grouped("failed", failures)])
+    groups = [*_grouped("tool error", errors, names), *_grouped("failed", failures, names)]
+    return "\n".join([*lines, *_cut(result, names), *groups])
 
 
-def _cut(result: EnvCheck) -> Iterator[str]:
+def _cut(result: EnvCheck, names: Names) -> Iterator[str]:
     """A line if the policy's answers were longer than the recipe lets a model's be."""
     if not result.cut:
         return
     longest = max(result.cut, key=lambda one: one.tokens)
-    rows = _rows(sorted({_row(one.task_id) for one in result.cut}))
+    rows = _rows(sorted({_row(one.task_id) for one in result.cut}), names)
     yield (
         f"cut answers  {len(result.cut)}, in {rows}: the longest has {longest.tokens} tokens and was cut to"
         f" {longest.limit}; raise agent.max_new_tokens, or agent.max_response_tokens for all answers together"
     )
 
 
-def _grouped(title: str, causes: Iterable[tuple[int, str]]) -> Iterator[str]:
+def _grouped(title: str, causes: Iterable[tuple[int, str]], names: Names) -> Iterator[str]:
     """A line for each of the commonest causes, with its first row and the number of its other episodes.
 
     `causes`: row and text of each.
@@ -182,14 +190,15 @@ def _grouped(title: str, causes: Iterable[tuple[int, str]]) -> Iterator[str]:
         rows[" ".join(text.split())].append(row)
     commonest = sorted(rows.items(), key=lambda one: -len(one[1]))
     for text, where in commonest[:SHOWN]:
-        yield f"{title} in {_rows(where)}: {text}"
+        yield f"{title} in {_rows(where, names)}: {text}"
     if len(commonest) > SHOWN:
         yield f"{title}: {len(commonest) - SHOWN} more causes"
 
 
-def _rows(numbers: Sequence[int]) -> str:
+def _rows(numbers: Sequence[int], names: Names) -> str:
     more = f" and {len(numbers) - 1} more" if len(numbers) > 1 else ""
-    return f"row {min(numbers)}{more}"
+    first = min(numbers)
+    return f"row {first}{f' ({names[first]})' if first in names else ''}{more}"
 
 
 def _row(name: str) -> int:

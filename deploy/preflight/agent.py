@@ -15,6 +15,7 @@ from penstock.datasets import BadSpec, is_generated
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, refused, skipped
 from penstock.deploy.preflight.data import data_sources, first_rows
+from penstock.deploy.preflight.model import positions_of
 from penstock.deploy.preflight.sandbox import open_sandbox, tools_need_boxes
 from penstock.tools import BaseTool, ToolConfig, ToolConfigError, close_tools, make_tools
 
@@ -252,13 +253,25 @@ def check_lengths(config: RunConfig) -> Check:
         longest = _longest_response(config)
     except LoadError as error:
         return Check(name, False, str(error), "correct agent.settings")
-    room = config.rollout.max_model_len - longest
-    return Check(
-        name,
-        room > 0,
-        f"{config.rollout.max_model_len}, responses up to {longest}: {room} left for prompts",
-        f"a prompt and its response must fit: raise rollout.max_model_len or lower {_bound(config, longest)}",
-    )
+    positions, room = config.rollout.max_model_len, _positions(config)
+    if longest < room:
+        return Check(name, True, f"{positions}, responses up to {longest}: {positions - longest} left for prompts")
+    bound = _bound(config, longest)
+    is_loops = bound == LOOP
+    answer = f"an answer of up to {longest} tokens ({bound})" if is_loops else f"an answer of {bound} {longest}"
+    limit = f"{name} {positions}" if room == positions else f"the model's {room} positions"
+    problem = f"{answer} alone is {'longer than' if longest > room else 'as long as'} {limit}: no prompt fits"
+    fix = f"lower the lengths in {bound}" if is_loops else f"lower {bound} below {room}"
+    most = positions_of(config)
+    if most is None or most > longest:
+        fix += f", or raise {name} above {longest}" + " if the model has more positions" * (most is None)
+    return Check(name, False, problem, fix)
+
+
+def _positions(config: RunConfig) -> int:
+    """Positions of a prompt and its answer; the model's, where `check_context` refuses to have more."""
+    most = positions_of(config)
+    return config.rollout.max_model_len if most is None else min(config.rollout.max_model_len, most)
 
 
 def _longest_response(config: RunConfig) -> int:
@@ -276,11 +289,16 @@ def _longest_response(config: RunConfig) -> int:
     return max(lengths)
 
 
+LOOP = "agent.settings"
+"""Bounds the answers of a loop that has lengths of its own."""
+
+
 def _bound(config: RunConfig, longest: int) -> str:
+    """Name the setting that allows responses of this length."""
     if longest == config.agent.max_response_tokens:
         return "agent.max_response_tokens"
     sources = (name for name, own in config.agent.sources.items() if own.max_response_tokens == longest)
-    return next((f"agent.sources.{name}.max_response_tokens" for name in sources), "agent.settings")
+    return next((f"agent.sources.{name}.max_response_tokens" for name in sources), LOOP)
 
 
 def check_prompts(config: RunConfig) -> Check | None:
@@ -294,9 +312,11 @@ def check_prompts(config: RunConfig) -> Check | None:
     if config.agent.loops == ["command"]:
         return skipped("prompts", "the program of agent.loop=command sends its own prompts: their length is not known")
     try:
+        response = _longest_response(config)
+        if response >= _positions(config):
+            return skipped("prompts", "answers leave them no room: see rollout.max_model_len")
         rows = first_rows(config, 512)
         lengths = _lengths(config, [row.messages for row in rows])
-        response = _longest_response(config)
     except BadMessages as error:
         return Check("prompts", False, str(error), "correct the row, or choose a model whose template takes it")
     except (AgentError, DataError, BadSpec, SandboxError, ValueError, OSError):

@@ -230,6 +230,18 @@ def _highest_id(file: Path) -> int:
         raise BadModelFiles(f"tokenizer.json cannot be read: {error}") from error
 
 
+def positions_of(config: RunConfig) -> int | None:
+    """Return the positions of the model; None if they are not known here, or the engine derives them."""
+    try:
+        declared = read_config(Path(config.model))
+    except BadModelFiles:
+        return None
+    scaling = declared.get("rope_scaling") or declared.get("rope_parameters") or {}
+    # With YaRN and the like the engine derives the length.
+    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else "default"
+    return context_length(declared) if kind == "default" else None
+
+
 def check_context(config: RunConfig) -> Check | None:
     """Check that the model has the positions of `rollout.max_model_len`, unless its config scales them."""
     folder = Path(config.model)
@@ -240,10 +252,7 @@ def check_context(config: RunConfig) -> Check | None:
     except BadModelFiles:
         return None  # `check_model` says so
     most, positions = context_length(declared), config.rollout.max_model_len
-    scaling = declared.get("rope_scaling") or declared.get("rope_parameters") or {}
-    # With YaRN and the like the engine derives the length.
-    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else "default"
-    if positions <= most or kind != "default":
+    if positions_of(config) is None or positions <= most:
         return Check("context length", True, f"{positions} of {most} positions")
     detail = f"rollout.max_model_len is {positions}, the model has {most} positions"
     fix = f"set rollout.max_model_len to {most} or less, or take a model with a longer context"

@@ -21,7 +21,7 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, skipped
 from penstock.deploy.preflight.data import rewards_of
 from penstock.deploy.run.connection import TOKEN_VARIABLE
-from penstock.sandbox import Sandbox, SandboxError, Session, UnmetNeeds
+from penstock.sandbox import ExceededSetting, Sandbox, SandboxError, Session, UnmetNeeds
 from penstock.sandbox.harbor import HarborTask, HarborTaskError, check_pids, tasks_of
 from penstock.tools import ToolConfigError, need_sandbox
 
@@ -102,23 +102,25 @@ def check_harbor_tasks(config: RunConfig) -> Check | None:
 
 
 def _too_small(problems: Sequence[tuple[HarborTask, SandboxError]]) -> tuple[str, str]:
-    """(what the tasks ask for and do not get, a sentence per setting; the fix of all)"""
-    groups = dict[str, list[tuple[HarborTask, SandboxError]]]()
+    """(what the tasks ask for and do not get, a sentence per need; the fix of all)"""
+    groups = dict[str, list[tuple[HarborTask, Sequence[ExceededSetting]]]]()
     for task, error in problems:
-        setting = error.setting if isinstance(error, UnmetNeeds) else ""
-        groups.setdefault(setting or str(error), []).append((task, error))
+        exceeded = error.exceeded if isinstance(error, UnmetNeeds) else ()
+        for need in dict.fromkeys(one.need for one in exceeded) or [str(error)]:
+            groups.setdefault(need, []).append((task, [one for one in exceeded if one.need == need]))
     sentences, fixes = [], []
-    for group in groups.values():
-        first, error = group[0]
-        more = f" and {len(group) - 1} other{'s' * (len(group) > 2)}" if len(group) > 1 else ""
-        if isinstance(error, UnmetNeeds) and error.setting:
-            amounts = {getattr(task.needs, error.need) for task, _ in group}
-            most = max(amounts)
-            amount = f"environment.{error.need} {'up to ' * (len(amounts) > 1)}{most:g}"
-            sentences.append(f"task.toml of {first.name}{more} asks for {amount}; {error.setting} is {error.limit:g}")
-            fixes.append(f"set {error.setting}={most:g}")
-        else:
-            sentences.append(f"{first.name}{more}: {error}")
+    for need, group in groups.items():
+        first = group[0][0].name
+        who = f"{first} and {len(group) - 1} other{'s' * (len(group) > 2)}" if len(group) > 1 else first
+        settings = {one.setting: one.limit for _, exceeded in group for one in exceeded}
+        if not settings:
+            sentences.append(f"{who}: {need}")
+            continue
+        amounts = {one.amount for _, exceeded in group for one in exceeded}
+        limits = " and ".join(f"{setting} is {limit:g}" for setting, limit in settings.items())
+        amount = f"environment.{need} {'up to ' * (len(amounts) > 1)}{max(amounts):g}"
+        sentences.append(f"task.toml of {who} asks for {amount}; {limits}")
+        fixes += [f"set {setting}={max(amounts):g}" for setting in settings]
     return "; ".join(sentences), " and ".join(fixes) or "change what it names"
 
 

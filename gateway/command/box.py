@@ -20,20 +20,42 @@ MAX_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """One of the limits of a program's time."""
+
+    setting: str
+    """The setting that has it, in words."""
+    seconds: float
+    """The whole length. The limit may have begun before the program did."""
+    ends_at: float
+    """A time of `time.monotonic`."""
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramEnd:
     """The end of a program, and the files that it left."""
 
     result: RunResult
     seconds: float
+    time_limit: TimeLimit
     files: Mapping[str, str] = field(default_factory=dict)
     """Collected ones, by the paths of the settings."""
 
     def describe(self) -> str:
         """Describe the end and the last output, for the cause of an outcome."""
         result = self.result
-        how = f"it ended with {result.exit_code}" if result.limit is None else f"limit {result.limit}"
         words = (result.stderr.strip() or result.stdout.strip())[-400:]
+        if result.limit == "wall":
+            return f"{self._out_of_time()}{f'; its last output: {words}' if words else ''}"
+        how = f"it ended with {result.exit_code}" if result.limit is None else f"limit {result.limit}"
         return f"{how} after {self.seconds:.1f} s: {words}" if words else f"{how} after {self.seconds:.1f} s"
+
+    def _out_of_time(self) -> str:
+        limit = self.time_limit
+        return (
+            f"it was ended by its time limit of {limit.seconds:g} s, {limit.setting}: raise it if the program only"
+            " starts slowly, since the first start of an agent may take long"
+        )
 
 
 class ProgramBox:
@@ -78,13 +100,14 @@ class ProgramBox:
         environment: Mapping[str, str],
         *,
         stdin: str,
-        limit_s: float,
+        limit: TimeLimit,
         accept: Accept,
         stop: asyncio.Event,
     ) -> ProgramEnd:
         """Runs the program to its end.
 
         Args:
+            limit: ends the program.
             accept: takes the connections that the program opens.
             stop: set to end the program.
 
@@ -98,10 +121,10 @@ class ProgramBox:
             accept,
             stop=stop,
             stdin=stdin,
-            timeout_s=limit_s,
+            timeout_s=limit.ends_at - started,
             cwd=self.folder,
         )
-        return ProgramEnd(result, time.monotonic() - started)
+        return ProgramEnd(result, time.monotonic() - started, limit)
 
     async def collect(self, paths: Sequence[str]) -> dict[str, str]:
         """Up to `MAX_FILE_BYTES` of each file that is there, as text. Raises `SandboxError`."""

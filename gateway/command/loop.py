@@ -25,7 +25,7 @@ from penstock.agent_loops import (
     span,
 )
 from penstock.agent_loops.loops import read_settings
-from penstock.gateway.command.box import ProgramBox, ProgramEnd
+from penstock.gateway.command.box import ProgramBox, ProgramEnd, TimeLimit
 from penstock.gateway.command.session import CommandSession, EpisodeEndpoint
 from penstock.gateway.command.settings import CommandSettings, Placeholders, files_of
 from penstock.gateway.finish import last_turn, outcome_of
@@ -54,14 +54,16 @@ class CommandLoop(RecordedLoop):
         self._deadline_s = services.config.episode_deadline_s
         self._handle = handle_of(lease.episode_id, lease.fence)
         self._own_session: Session | None = None
-        self._task_ends_at = float("inf")
+        self._time_limits: list[TimeLimit] = []
 
     async def run(self, task: Task) -> list[AgentLoopOutput]:
         settings = read_settings(CommandSettings, self)
-        ends_at = time.monotonic() + self._deadline_s * SHARE_OF_DEADLINE
+        for_program_s = self._deadline_s * SHARE_OF_DEADLINE
+        setting = f"{SHARE_OF_DEADLINE:g} of agent.episode_deadline_s"
+        self._time_limits = [TimeLimit(setting, for_program_s, time.monotonic() + for_program_s)]
         try:
             box = await self._open_box(task, settings)
-            end = await self._run_program(box, task, settings, ends_at)
+            end = await self._run_program(box, task, settings)
         except SandboxError as error:
             raise InfraFailure("sandbox", str(error)) from error
         return self._outputs(end, settings)
@@ -76,7 +78,8 @@ class CommandLoop(RecordedLoop):
         shared = await self.tools.episode_box()
         if shared is not None:
             session, folder, variables = await shared.session(), shared.folder, shared.variables
-            self._task_ends_at = time.monotonic() + shared.seconds_left
+            ends_at = time.monotonic() + shared.seconds_left
+            self._time_limits.append(TimeLimit("the task's agent.timeout_sec", shared.time_limit_s, ends_at))
         else:
             if self.sandbox is None:
                 raise InfraFailure("sandbox", "the loop `command` runs its program in a box, and the run has none")
@@ -85,7 +88,7 @@ class CommandLoop(RecordedLoop):
             folder, variables = "", {}
         return await ProgramBox.open(_as_served_session(session), settings.folder or folder, variables)
 
-    async def _run_program(self, box: ProgramBox, task: Task, settings: CommandSettings, ends_at: float) -> ProgramEnd:
+    async def _run_program(self, box: ProgramBox, task: Task, settings: CommandSettings) -> ProgramEnd:
         recorded = self.recorded
         endpoint = EpisodeEndpoint(
             recorded, self._handle, max_requests=settings.max_requests, max_bytes=settings.max_request_mb << 20
@@ -94,14 +97,12 @@ class CommandLoop(RecordedLoop):
             port = await box.session.open_port()
             places = Placeholders(task, self._facts(endpoint, port, box))
             await box.put(self._files(task, settings, places))
-            limit_s = min(settings.max_seconds or self._deadline_s, min(ends_at, self._task_ends_at) - time.monotonic())
-            if limit_s <= 0:
-                raise InfraFailure("sandbox", f"no box was ready within {self._deadline_s * SHARE_OF_DEADLINE:g} s")
+            limit = self._first_limit(settings)
             argv, stdin = places.argv(settings.command), places.fill(settings.stdin, "stdin")
             with span("tool", "program"):
                 environment = _environment(settings, places)
                 end = await box.run(
-                    argv, environment, stdin=stdin, limit_s=limit_s, accept=endpoint.accept, stop=recorded.stop
+                    argv, environment, stdin=stdin, limit=limit, accept=endpoint.accept, stop=recorded.stop
                 )
         finally:
             recorded.closing = True
@@ -114,6 +115,17 @@ class CommandLoop(RecordedLoop):
             raise recorded.failure
         files = await box.collect(settings.collect)
         return replace(end, files=files)
+
+    def _first_limit(self, settings: CommandSettings) -> TimeLimit:
+        """The limit that ends first. Raises `InfraFailure` if it has passed."""
+        now, limits = time.monotonic(), list(self._time_limits)
+        if settings.max_seconds:
+            own = TimeLimit("agent.settings.max_seconds", settings.max_seconds, now + settings.max_seconds)
+            limits.append(own)
+        first = min(limits, key=lambda limit: limit.ends_at)
+        if first.ends_at <= now:
+            raise InfraFailure("sandbox", f"no box was ready within {first.seconds:g} s, {first.setting}: raise it")
+        return first
 
     def _facts(self, endpoint: EpisodeEndpoint, port: int, box: ProgramBox) -> dict[str, str]:
         base_url, anthropic_base_url = endpoint.urls(port)

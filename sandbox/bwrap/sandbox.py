@@ -18,7 +18,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from penstock.sandbox.bundle import ZYGOTE_MODULES, compile_driver, driver_command, open_blob, zygote_command
@@ -28,7 +28,7 @@ from penstock.sandbox.bwrap.zygote import ForkedBox, Zygote, ZygoteCommand, why_
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.inside import memory
 from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot, shared_folders
-from penstock.sandbox.protocol import OWN_FOLDERS, BoxNeeds, SandboxError, Session, UnmetNeeds
+from penstock.sandbox.protocol import OWN_FOLDERS, SandboxError, Session
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.snapshots import TMP, BoxCopy, copy_folders
 from penstock.sandbox.uids import UidBlocks
@@ -96,16 +96,11 @@ class BwrapSandbox(DriverSandbox):
             logger.info("sandbox: bwrap starts each box by itself, which takes longer: %s", self._why_no_zygote)
         logger.log(logging.INFO if self._cgroups else logging.WARNING, "sandbox: %s", self.containment)
 
-    def check_needs(self, needs: BoxNeeds) -> None:
+    def _limits_of_needs(self) -> Iterator[tuple[str, str, float]]:
         """All boxes have the limits of the settings: a session may not ask for more, and gets no less."""
-        super().check_needs(needs)
+        yield from super()._limits_of_needs()
         for name, setting in (("memory_mb", "memory_mb"), ("cpus", "cpus"), ("storage_mb", "tmp_mb")):
-            if (amount := getattr(needs, name)) is not None and amount > getattr(self.config, setting):
-                raise UnmetNeeds(
-                    f"a session asks for {name} {amount:g}, and boxes of bwrap have sandbox.{setting}"
-                    f" {getattr(self.config, setting):g}: set sandbox.{setting}={amount:g}",
-                    *(name, f"sandbox.{setting}", getattr(self.config, setting)),
-                )
+            yield name, f"sandbox.{setting}", getattr(self.config, setting)
 
     async def _copy(self, session: Session, slot: SessionSlot) -> BoxCopy:
         """The folders of a box with its own root are parts of /tmp."""

@@ -1,7 +1,10 @@
+from .box_limits import find_limit as find_limit
+from .box_limits import without_repeats as without_repeats
 from .environment import SOLVE_OUTPUT as SOLVE_OUTPUT
 from .environment import TEST_OUTPUT as TEST_OUTPUT
 from .environment import HarborEnvironment as HarborEnvironment
 from .environment import check_pids as check_pids
+from .environment import solve_seconds as solve_seconds
 from .folders import find_task_folders as find_task_folders
 from .folders import read_task as read_task
 from .folders import tasks_of as tasks_of

@@ -9,6 +9,7 @@ file that is missing, empty or not a number counts as no reward, never a 0.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import time
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 from penstock.common import Backoff, retry
 from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.harbor.box_limits import DISK, find_limit, without_repeats
 from penstock.sandbox.harbor.packing import packed
 from penstock.sandbox.harbor.task import HarborTask, HarborTaskError, resolved
 from penstock.sandbox.protocol import (
@@ -53,6 +55,11 @@ def check_pids(config: SandboxConfig) -> None:
         )
 
 
+def solve_seconds(task: HarborTask) -> float:
+    """The time limit of its own solution."""
+    return task.agent_timeout_s or 3600.0
+
+
 @dataclass(frozen=True, slots=True)
 class HarborGrade:
     """The result of a task's tests in a box."""
@@ -62,6 +69,8 @@ class HarborGrade:
     cause: str = ""
     """Why there is none."""
     seconds: float = 0.0
+    limit: str = ""
+    """The limit of the box that the tests met, with the setting to raise, if that may be why."""
 
     @property
     def reward(self) -> float | None:
@@ -75,7 +84,7 @@ class HarborGrade:
         if self.reward is not None:
             return ""
         if self.cause or not self.rewards:
-            return self.cause
+            return "; ".join(filter(None, (self.cause, self.limit)))
         return f"it has several rewards and none is called 'reward': {', '.join(self.rewards)}"
 
 
@@ -139,7 +148,7 @@ class HarborEnvironment:
         more = {"solve.sh": script} if script is not None else {}
         await self._put("/solution", await asyncio.to_thread(packed, self.task.solution, more), "solution")
         variables = {"DEBIAN_FRONTEND": "noninteractive", **self._solution_variables}
-        return await self._script("/solution/solve.sh", SOLVE_OUTPUT, self.task.agent_timeout_s or 3600.0, variables)
+        return await self._script("/solution/solve.sh", SOLVE_OUTPUT, solve_seconds(self.task), variables)
 
     async def patch(self) -> bytes | None:
         """Return the changes in the repository of the working directory since the box was opened; None without one.
@@ -181,15 +190,17 @@ class HarborEnvironment:
             forget = empty + forget
         result = await self.session.run(_shell(forget), timeout_s=HOUSEKEEPING_S)
         if result.exit_code != 0:
-            return HarborGrade(cause=f"old reward files cannot be removed: {_end_of(result)}")
+            end = _end_of(result)
+            return HarborGrade(cause=f"old reward files cannot be removed: {end}", limit=find_limit(end, result))
         script = {"test.sh": self.task.test_script} if self.task.test_script is not None else {}
         try:
             await self._put("/tests", await asyncio.to_thread(packed, self.task.tests, script), "tests")
         except HarborTaskError as error:  # the agent may have broken the box: that is not a failure of the task
-            return HarborGrade(cause=self._without_name(error), seconds=time.monotonic() - started)
+            cause, limit = self._without_name(error), find_limit(str(error))
+            return HarborGrade({}, cause.removesuffix(f"; {limit}"), time.monotonic() - started, limit)
         ran = await self._script("/tests/test.sh", TEST_OUTPUT, self.task.verifier_timeout_s, self._verifier_variables)
         rewards, cause = await self._rewards(ran)
-        return HarborGrade(rewards, cause, time.monotonic() - started)
+        return HarborGrade(rewards, cause, time.monotonic() - started, find_limit(cause, ran) if cause else "")
 
     async def output_of(self, path: str, characters: int = 400) -> str:
         """The end of a file of the box; empty if there is none. Raises `SandboxError`."""
@@ -262,6 +273,8 @@ class HarborEnvironment:
         try:
             await put_folder(self.session, path, tar)
         except OSError as error:
+            if error.errno == errno.ENOSPC or find_limit(str(error)) == DISK:
+                raise HarborTaskError(f"task {self.task.name}: no room for its {what} at {path}; {DISK}") from error
             raise HarborTaskError(
                 f"task {self.task.name}: {what} ({len(tar)} bytes) cannot be put into the box at {path}: {error}"
             ) from error
@@ -282,7 +295,7 @@ class HarborEnvironment:
             except (ValueError, OverflowError, RecursionError) as error:  # an agent may have written anything there
                 return {}, f"{path}: {error}"
         try:
-            last_words = await self.output_of(TEST_OUTPUT) or "they wrote nothing"
+            last_words = without_repeats(await self.output_of(TEST_OUTPUT)) or "they wrote nothing"
         except SandboxError as error:
             last_words = str(error)
         return {}, f"its tests wrote no reward ({_end_of(ran)}): {last_words}"

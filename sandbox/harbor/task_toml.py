@@ -36,6 +36,13 @@ KEYS = {
     ),
 }
 """All keys of Harbor in these tables, those that are not read here among them."""
+TOP_LEVEL = frozenset(
+    {*KEYS, "schema_version", "version", "task", "metadata", "solution", "source", "artifacts", "steps"}
+    | {"multi_step_reward_strategy", "multi_step_reward_mode"}
+)
+"""Tables and keys of Harbor at the top of the file."""
+ELSEWHERE = {"environment.pids": ": set sandbox.pids in the recipe, the processes of every box"}
+"""Keys that Harbor lacks and the setting here that has their meaning."""
 
 
 def read_harbor(folder: Path) -> HarborTask:
@@ -91,10 +98,15 @@ class _Reader:
         )
 
     def _ignored(self) -> Iterator[str]:
+        for name, value in self.config.items():
+            if name not in TOP_LEVEL:
+                what = f"[{name}] is not a table" if isinstance(value, dict) else f"{name} is not a key"
+                yield f"{what} of Harbor and is ignored{nearest(name, TOP_LEVEL)}"
         for table, known in KEYS.items():
             for key in self._table(table):
                 if key not in known:
-                    yield f"{table}.{key} is no key of Harbor and is ignored{nearest(key, known)}"
+                    fix = ELSEWHERE.get(f"{table}.{key}") or nearest(key, known)
+                    yield f"{table}.{key} is not a key of Harbor and is ignored{fix}"
 
     def error(self, text: str) -> HarborTaskError:
         return HarborTaskError(f"task {self.folder.name}: {text}")
@@ -181,8 +193,10 @@ class _Reader:
         value = table.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(f"{where}.{name} must be a number, found {value!r}")
+        if not 0 <= value < float("inf"):
+            raise self.error(f"{where}.{name} must be a positive number, found {value!r}")
         return float(value)
 
     def _variables(self, table: Mapping[str, Any], where: str) -> dict[str, str]:

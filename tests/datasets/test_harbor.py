@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -83,8 +84,35 @@ async def test_unsound_tasks_are_found_and_the_others_proven(
     assert "wrote no reward" in found["d"].problem
     assert "no solution" in found["e"].problem
     assert found["f"].problem.startswith("tests/test.sh is missing"), "the line has the task's name already"
-    assert "limit wall" in found["g"].problem
+    assert "its solution was ended by its time limit of 1 s, agent.timeout_sec" in found["g"].problem
     assert len([line for line in said if " of 7: " in line]) == 7
+
+
+FORKS = "echo 'bash: fork: retry: Resource temporarily unavailable' >&2; " * 4 + "exit 254"
+LIMITS = {
+    "processes": (FORKS, FORKS, "sandbox.pids", "254"),
+    "memory": ("kill -9 $$", "exit 1", "sandbox.memory_mb", "137|-9"),
+    "disk": (
+        "dd if=/dev/zero of=/app/full bs=1M; dd if=/dev/zero of=/app/rest bs=1",
+        "echo 1 > /logs/verifier/reward.txt",
+        "sandbox.tmp_mb",
+        "disk is full",
+    ),
+}
+"""Limits of a box: (solution, tests, the setting to raise, further words of the problem)."""
+
+
+@pytest.mark.bwrap
+@pytest.mark.parametrize("case", LIMITS)
+async def test_a_limit_of_the_box_is_one_cause_with_its_setting(
+    boxes: Sandbox, write_task: WriteTask, tmp_path: Path, case: str
+) -> None:
+    solve, test, setting, words = LIMITS[case]
+    folder = write_task(solve=solve, test=test, files={"tests/big.txt": "x" * 8192})
+    (found,) = await Checker(boxes, tmp_path / "record.jsonl", no_build, {}).check([folder])
+    assert found.problem.count(f"raise {setting}") == 1, found.problem
+    assert re.search(words, found.problem), found.problem
+    assert found.problem.count("fork: retry") == (case == "processes")
 
 
 class Counting(FakeSandbox):
@@ -163,7 +191,7 @@ def test_an_unsound_task_shows_what_was_written_and_keys_that_nobody_reads(write
     assert all(one["tests_output"].endswith("wrong: 41 of 42") for one in record)
     ignored = [line for line in ended.stderr.splitlines() if "is ignored" in line]
     assert len(ignored) == 2
-    assert "agent.timeout_secs is no key of Harbor and is ignored; did you mean 'timeout_sec'?" in ignored[0]
+    assert "agent.timeout_secs is not a key of Harbor and is ignored; did you mean 'timeout_sec'?" in ignored[0]
     assert "did you mean 'memory_mb'?" in ignored[1]
 
 

@@ -85,15 +85,15 @@ def test_another_reward_is_figures_row_by_row(policies: str) -> None:
 
 def test_rehearse_shows_errors_and_expects_by_row(policies: str, tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "?"}], "data_source": "calculator",
-             "reward_model": {"ground_truth": "7"}, "extra_info": {"full_reward": full}}
-            for full in (0, 1.0)]  # fmt: skip
+             "reward_model": {"ground_truth": "7"}, "extra_info": {"full_reward": full, "instance_id": name}}
+            for full, name in ((0, "none"), (1.0, "fix-sum"))]  # fmt: skip
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = f"data.train={tmp_path / 'rows.jsonl'}"
     result = rehearse(given, "--policy", f"{policies}:wrong", "--expect", "full")
-    assert "tool error in row 1 and 1 more: " in result.stdout, result.output
+    assert "tool error in row 1 (none) and 1 more: " in result.stdout, result.output
     assert "KeyError" in result.stdout
     assert "row 1," not in result.stdout
-    assert "unexpected reward 0 in row 2, 1 was expected" in result.stdout
+    assert "unexpected reward 0 in row 2 (fix-sum), 1 was expected" in result.stdout
 
 
 @pytest.mark.parametrize(

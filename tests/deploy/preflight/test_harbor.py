@@ -38,8 +38,8 @@ def test_tasks_are_counted_and_keys_that_nobody_reads_are_a_warning(write_task: 
     assert check_data(config) == Check("data", True, f"1 task in {folder}")
     write_task("one", toml="[environment]\nmemory_gb = 64\ncpu = 1\n")
     check = check_data(config)
-    assert (check.verdict, "task one: task.toml: environment.memory_gb is no key" in check.found) == ("warn", True)
-    assert check.found.endswith("environment.cpu is no key of Harbor and is ignored; did you mean 'cpus'?")
+    assert (check.verdict, "task one: task.toml: environment.memory_gb is not a key" in check.found) == ("warn", True)
+    assert check.found.endswith("environment.cpu is not a key of Harbor and is ignored; did you mean 'cpus'?")
 
 
 def test_a_folder_for_boxes_that_is_not_there_is_not_a_missing_package(tmp_path: Path) -> None:
@@ -60,6 +60,19 @@ def test_tasks_that_need_larger_boxes_are_named_once_per_setting(write_task: Wri
     )
     assert refusal.fix == "set sandbox.memory_mb=1025 and set sandbox.cpus=2, or leave these tasks out"
     assert failed(check_harbor_tasks, *words, "sandbox.memory_mb=1025", "sandbox.cpus=2") == {}
+
+
+def test_all_settings_that_are_too_small_are_named_at_once(write_task: WriteTask) -> None:
+    write_task("a", toml="[environment]\ncpus = 2\n")
+    folder = write_task("b", toml="[environment]\ncpus = 64\nmemory_mb = 512\n").parent
+    words = [f"data.train=harbor:{folder}", *TOOLS, "sandbox.memory_mb=256"]
+    refusal = failed(check_harbor_tasks, *words)["tasks' boxes"]
+    assert "a and 1 other asks for environment.cpus up to 64; sandbox.cpus is 1 and sandbox.own_limits.cpus is 8" in (
+        refusal.found
+    )
+    fixes = ["sandbox.cpus=64", "sandbox.own_limits.cpus=64", "sandbox.memory_mb=512"]
+    assert refusal.fix == f"{' and '.join(f'set {fix}' for fix in fixes)}, or leave these tasks out"
+    assert failed(check_harbor_tasks, *words[:-1], *fixes) == {}
 
 
 def test_fewer_processes_than_grading_needs_are_refused(write_task: WriteTask) -> None:

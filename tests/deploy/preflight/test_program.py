@@ -46,6 +46,9 @@ def test_known_placeholders_columns_and_code_pass(command: str) -> None:
 def test_prompts_of_a_program_are_not_those_of_the_tools() -> None:
     words = ["rollout.max_model_len=130", "agent.max_response_tokens=100", "agent.max_new_tokens=100"]
     assert "prompts" in failed(check_prompts, *words)
+    check = check_prompts(load_config(RECIPE, [*words, "rollout.max_model_len=100"]))
+    assert check is not None
+    assert (check.skipped, check.found) == (True, "answers leave them no room: see rollout.max_model_len")
     check = check_prompts(load_config(RECIPE, [*words, "agent.loop=command", "agent.settings={command: agent}"]))
     assert check is not None
     assert (check.verdict, "not known" in check.found) == ("skip", True)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from tests.gateway.command.conftest import BACKENDS, CLIENT
+from tests.sandbox.harbor.conftest import BOXES as HARBOR_BOXES
+from tests.sandbox.harbor.conftest import WriteTask, write_task
 
 from penstock.agent_loops import AgentConfig, Episode, LoadError, find_loop
 from penstock.agent_loops.rewards import RewardFunction
+from penstock.sandbox import make_sandbox
 from penstock.testing import FakeClient
+from penstock.tools import ToolConfig, make_tools
 from penstock.transfer_queue import Outcome, OutcomeKind
 
+__all__ = ["write_task"]
 pytestmark = pytest.mark.bwrap
 ROOT = Path(__file__).parents[3]
 WITH_TOOLS = """
@@ -138,7 +144,8 @@ BADLY = {
     ),
     "dies": ('ask([user("Hi")]); os.kill(os.getpid(), 9)', {}, "policy_error", "", "ended with -9"),
     "never ends": ('ask([user("Hi")]); time.sleep(600)', {"max_seconds": 4.0}, "truncated", "", "deadline"),
-    "never begins": ("time.sleep(600)", {"max_seconds": 2.0}, "infra_error", "agent", "never asked"),
+    "never begins": ("time.sleep(600)", {"max_seconds": 2.0}, "infra_error", "agent", "never asked the model; it was"
+        " ended by its time limit of 2 s, agent.settings.max_seconds: raise it"),
     "floods its output": (
         'ask([user("Hi")])\nwhile True: print("x" * 100_000)',
         {}, "policy_error", "", "limit output",
@@ -181,6 +188,25 @@ async def test_each_bad_end_is_a_typed_outcome_with_its_cause(run, calling_polic
     else:
         assert ended.trajectory.reward is not None
         assert ended.trajectory.num_turns >= 1
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "cause"),
+    [(2, "2 s, the task's agent.timeout_sec"), (60, "5.4 s, 0.9 of agent.episode_deadline_s")],
+)
+async def test_a_slow_start_names_the_limit_that_ended_it(run, write_task: WriteTask, timeout_s: int, cause: str):
+    folder = write_task(toml=f"[agent]\ntimeout_sec = {timeout_s}\n")
+    boxes = make_sandbox(HARBOR_BOXES, "tests-slow-start")
+    ended = await run(
+        "print('no terminal', file=sys.stderr, flush=True); time.sleep(600)",
+        row={"instance_id": folder.name, "harbor_task": str(folder)},
+        tool=make_tools([ToolConfig(name="harbor")], boxes)["shell"],
+        config={"episode_deadline_s": 6.0},
+    )
+    await boxes.close()
+    assert ended.outcome.component == "agent", ended.outcome
+    words = rf"ended by its time limit of {re.escape(cause)}: raise it .* first start .*no terminal"
+    assert re.search(words, ended.outcome.reason), ended.outcome
 
 
 async def test_a_budget_that_is_used_up_truncates_and_ends_who_asks_on(run, calling_policy):

@@ -10,8 +10,8 @@ import pytest
 from tests.sandbox.harbor.conftest import BOXES, TASKS, WriteTask
 from tests.sandbox.server.conftest import TOKEN, serving
 
-from penstock.sandbox import BoxNeeds, RemoteSandbox, Sandbox, make_sandbox
-from penstock.sandbox.harbor import HarborEnvironment, HarborTaskError, read_task
+from penstock.sandbox import BoxNeeds, RemoteSandbox, RunResult, Sandbox, make_sandbox
+from penstock.sandbox.harbor import HarborEnvironment, HarborTaskError, find_limit, read_task, without_repeats
 from penstock.sandbox.harbor.environment import LEAST_PIDS, HarborGrade
 from penstock.sandbox.protocol import UnmetNeeds
 from penstock.sandbox.session import DriverSession
@@ -156,8 +156,33 @@ async def test_the_patch_is_what_changed_in_the_repository(boxes: Sandbox, write
 async def test_limits_of_a_task_hold_or_are_refused(boxes: Sandbox, write_task: WriteTask) -> None:
     with pytest.raises(UnmetNeeds, match=r"memory_mb 4096.*sandbox\.memory_mb"):
         await opened(boxes, write_task(toml="[environment]\nmemory_mb = 4096\n"))
-    with pytest.raises(UnmetNeeds, match=r"sandbox\.own_limits\.memory_mb"):
+    settings = r"set sandbox\.own_limits\.memory_mb=90000 and sandbox\.memory_mb=90000"
+    with pytest.raises(UnmetNeeds, match=settings):
         await opened(boxes, write_task(toml="[environment]\nmemory_mb = 90000\n"))
+
+
+@pytest.mark.parametrize(
+    ("output", "setting"),
+    [
+        ("sh: 1: Cannot fork", "sandbox.pids"),
+        ("RuntimeError: can't start new thread", "sandbox.pids"),
+        ("./run: line 2: 18 Killed python3 big.py", "sandbox.memory_mb"),
+        ("tar: a: Cannot write: No space left on device", "sandbox.tmp_mb"),
+        ("connect: Resource temporarily unavailable", ""),
+    ],
+)
+def test_output_shows_the_limit_that_a_script_met(output: str, setting: str) -> None:
+    assert (setting in find_limit(output)) if setting else find_limit(output) == ""
+
+
+def test_a_limit_that_no_output_shows_is_known_by_the_scripts_end() -> None:
+    assert "sandbox.memory_mb" in find_limit("", RunResult("", "", 137))
+    assert "sandbox.cpu_s" in find_limit("", RunResult("", "", None, limit="cpu"))
+    assert find_limit("", RunResult("", "", 1)) == ""
+
+
+def test_a_complaint_that_is_repeated_is_quoted_once() -> None:
+    assert without_repeats("ailed\nit failed\nit failed\nmore") == "it failed\nmore"
 
 
 async def test_a_box_gets_no_root_of_its_own_unless_allowed(write_task: WriteTask) -> None:

@@ -66,8 +66,21 @@ REFUSED = {
     "another user": ('[agent]\nuser = "agent"\n', {}, "agent.user agent"),
     "a size": ('[environment]\nmemory = "much"\n', {}, "environment.memory must be a size"),
     "a time": ('[verifier]\ntimeout_sec = "long"\n', {}, "verifier.timeout_sec must be a number"),
+    "a negative time": ("[agent]\ntimeout_sec = -3\n", {}, r"agent.timeout_sec must be a positive number, found -3"),
     "variables": ("[environment.env]\nA = 1\n", {}, "environment.env must map names to texts"),
 }
+
+
+def test_tables_and_keys_that_harbor_lacks_are_named(write_task: WriteTask) -> None:
+    known = 'schema_version = "1.4"\nsource = "a"\nartifacts = ["/app"]\nmulti_step_reward_strategy = "mean"\n'
+    tables = "[task]\nname = 'a/b'\n[metadata]\nany = 1\n[solution]\n[enviroment]\ncpus = 2\n"
+    task = read_task(write_task(toml=f"{known}timeout = 3\n{tables}[environment]\npids = 4096\n"))
+    assert task.ignored == (
+        "timeout is not a key of Harbor and is ignored",
+        "[enviroment] is not a table of Harbor and is ignored; did you mean 'environment'?",
+        "environment.pids is not a key of Harbor and is ignored: set sandbox.pids in the recipe, the processes of every"
+        " box",
+    )
 
 
 @pytest.mark.parametrize("case", REFUSED)
