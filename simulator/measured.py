@@ -179,7 +179,7 @@ def others(run: MeasuredRun, result: Result) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a change would do."""
+    """The simulated run with changed settings."""
 
     run: MeasuredRun
     config: Simulation

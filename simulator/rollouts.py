@@ -101,7 +101,7 @@ class Rollouts:
         self._clock.after(self._random.exponential(self._config.rollout.lost_after_s), lambda: self._lose(server))
 
     def _lose(self, server: Server) -> None:
-        """Its episodes continue at others with their journaled tokens; if all are lost they wait for this one."""
+        """Move its episodes to others, with their journaled tokens; if all servers are lost, they wait for this one."""
         self._lost.append(server)
         server.stage.pause()
         if len(self._lost) < len(self.servers):

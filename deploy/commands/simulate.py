@@ -74,23 +74,27 @@ def _what_if(folder: Path, changes: list[str], as_json: bool) -> None:
     from penstock.deploy.run.plan import has_gpu
     from penstock.simulator import predict_change
 
-    found = predict_change(folder, changes, 0 if has_gpu() else os.cpu_count() or 1)
+    prediction = predict_change(folder, changes, 0 if has_gpu() else os.cpu_count() or 1)
     if as_json:
-        figures = {"step_s_interval": found.step_s, "over_run_interval": found.over_run, **found.result.plain()}
-        setup = found.config.model_dump(mode="json")
-        typer.echo(json.dumps({"run": found.run.model_dump(), "setup": setup, "figures": figures}))
+        figures = {
+            "step_s_interval": prediction.step_s,
+            "over_run_interval": prediction.over_run,
+            **prediction.result.plain(),
+        }
+        setup = prediction.config.model_dump(mode="json")
+        typer.echo(json.dumps({"run": prediction.run.model_dump(), "setup": setup, "figures": figures}))
         return
-    for line in _compared(found, changes):
+    for line in _compared(prediction, changes):
         typer.echo(line)
 
 
-def _compared(found: Prediction, changes: list[str]) -> Iterator[str]:
-    run, result = found.run, found.result
-    (low, high), (least, most) = found.step_s, found.over_run
+def _compared(prediction: Prediction, changes: list[str]) -> Iterator[str]:
+    run, result = prediction.run, prediction.result
+    (low, high), (least, most) = prediction.step_s, prediction.over_run
     yield f"measured        step {run.wall_s:.2f} s, {3600 / run.wall_s:.0f} steps per hour ({run.steps} of {run.name})"
     per_hour = f"{3600 / result.step_s:.0f} steps per hour [{3600 / high:.0f}, {3600 / low:.0f}]"
-    said = " ".join(changes) or "as it ran"
-    yield f"simulated       step {result.step_s:.2f} s [{low:.2f}, {high:.2f}], {per_hour}: {said}"
+    changed = " ".join(changes) or "as it ran"
+    yield f"simulated       step {result.step_s:.2f} s [{low:.2f}, {high:.2f}], {per_hour}: {changed}"
     if changes:
         yield f"over the run    {result.step_s / run.wall_s:.2f} of its step time [{least:.2f}, {most:.2f}]"
     yield f"bubbles         trainer {result.trainer_bubble:.0%}, rollout {result.rollout_bubble:.0%}"
