@@ -12,7 +12,7 @@ from penstock.deploy import load_config
 from penstock.deploy.preflight.suite import run_checks
 config = load_config(Path({str(RECIPE)!r}), ['trainer.loss=kl_cov', 'trainer.filter=pf_ppo'])
 names = {{check.name for check in run_checks(config)}}
-assert {{'trainer.advantage', 'trainer.engine', 'trainer settings'}} <= names, names
+assert {{'algorithm', 'trainer.engine', 'trainer settings'}} <= names, names
 """
 HELP = """
 from typer.testing import CliRunner
