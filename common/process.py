@@ -156,6 +156,10 @@ class ProcessTable:
             tree += below[pid]
         return tree
 
+    def parent_of(self, pid: int) -> int:
+        """Return the parent's pid; 0 if the process is not known."""
+        return int(self.fields[pid][_PARENT]) if pid in self.fields else 0
+
     def cpu_s(self, root: int) -> float:
         """CPU seconds used by the living processes of the tree."""
         known = [self.fields[pid] for pid in self.tree_of(root) if pid in self.fields]

@@ -76,11 +76,17 @@ OURS = b"penstock.deploy.cli"
 def ask_for_stacks(roots: Iterable[int]) -> list[int]:
     """Sends SIGUSR1 to every role of ours in these process trees, including a trainer's ranks; returns their pids.
 
-    Only processes with a handler get it: the signal would end engines, boxes and torchrun itself.
+    Only processes with a handler get it: the signal would end engines, boxes and torchrun itself. A process between fork
+    and exec has its parent's handlers and command line, and is about to lose them.
     """
     table = ProcessTable.now()
+    trees = (pid for root in roots for pid in table.tree_of(root))
     pids = [
-        pid for root in roots for pid in table.tree_of(root) if handles_signal(pid, signal.SIGUSR1) and _is_ours(pid)
+        pid
+        for pid in trees
+        if handles_signal(pid, signal.SIGUSR1)
+        and _is_ours(pid)
+        and command_line(pid) != command_line(table.parent_of(pid))
     ]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -84,6 +84,15 @@ def test_threads_and_tasks_are_written_and_nobody_is_ended(start: Callable[..., 
     until_in_threads(lambda: is_suspended(ProcessTable.now(), role.pid))
 
 
+def test_a_process_between_fork_and_exec_is_not_asked(start: Callable[..., Child]) -> None:
+    """It has its parent's handlers and command line; the signal would end the program that it becomes."""
+    fork = "\n    if not os.fork():\n        time.sleep(60)\n    tasks = ["
+    role = start(ANSWERS.replace("\n    tasks = [", fork).replace("sys,", "sys, os, time,"), "penstock.deploy.cli")
+    role.until("up ")
+    assert len(ProcessTable.now().tree_of(role.pid)) == 3
+    assert ask_for_stacks([role.pid]) == [role.pid]
+
+
 def test_a_program_of_others_is_not_asked(start: Callable[..., Child]) -> None:
     """It catches the signal for a purpose of its own, or would be ended by it."""
     handler = "signal.signal(signal.SIGUSR1, lambda *_: print('asked'))"
