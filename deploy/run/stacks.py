@@ -76,8 +76,8 @@ OURS = b"penstock.deploy.cli"
 def ask_for_stacks(roots: Iterable[int]) -> list[int]:
     """Sends SIGUSR1 to every role of ours in these process trees, including a trainer's ranks; returns their pids.
 
-    Only processes with a handler get it: the signal would end engines, boxes and torchrun itself. A process between fork
-    and exec has its parent's handlers and command line, and is about to lose them.
+    Only processes with a handler get it: the signal would end engines, boxes and torchrun itself. A process between
+    fork and exec has its parent's handlers and command line, and is about to lose them.
     """
     table = ProcessTable.now()
     trees = (pid for root in roots for pid in table.tree_of(root))
