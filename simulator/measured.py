@@ -26,7 +26,7 @@ SKIPPED = 4
 """First steps of a run: engines warm up, the pipeline fills."""
 ROUNDS = 12
 DRAWS = 12
-"""Smallest and largest of so many are a 92 % interval: 1 − 2 · (1/24)."""
+"""The smallest and the largest of 12 draws estimate the quantiles 1/24 and 23/24 (Hazen 1914): a 92 % interval."""
 ADMISSION_S = 0.1
 """An agent worker that was refused looks again after 0.05 to 0.2 s (agent_loops/worker.py, BACK_OFF_S)."""
 NINTH_DECILE = 1.2816

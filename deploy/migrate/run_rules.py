@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock.deploy.migrate.settings import ACTOR, MODEL, ROLLOUT, Setting, VerlSettings
+from penstock.rollout_server import RolloutConfig
 
 PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "llama3_json", "gpt-oss": "harmony"}
 MAX_TURNS = 8
 """Bound if verl sets none; here an episode always has one."""
-DEFAULT_DEADLINE_S = 120
-"""The default of `rollout.request_timeout_s` and `agent.episode_deadline_s`."""
 SLOW_TOKEN_S = 0.1
 """Seconds of a sampled token on a busy engine, for deadlines, which verl does not have."""
 
@@ -90,7 +89,7 @@ def lengths(verl: VerlSettings) -> Iterator[Setting]:
 def deadlines(verl: VerlSettings) -> Iterator[Setting]:
     """Deadlines for a whole answer at `SLOW_TOKEN_S`: an episode has two answers, a batch two episodes."""
     seconds = round(verl.response * SLOW_TOKEN_S)
-    if seconds <= DEFAULT_DEADLINE_S:
+    if seconds <= RolloutConfig().request_timeout_s:
         return
     yield "rollout.request_timeout_s", float(seconds)
     yield "agent.episode_deadline_s", float(2 * seconds)

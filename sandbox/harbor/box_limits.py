@@ -38,7 +38,7 @@ def find_limit(output: str, result: RunResult | None = None) -> str:
 
 
 def without_repeats(output: str) -> str:
-    """Each of several equal lines in a row once: a shell that cannot fork repeats its complaint.
+    """Return `output` with equal neighbouring lines written once: a shell that cannot fork repeats its complaint.
 
     The first line may lack its beginning, as the end of a longer output does.
     """

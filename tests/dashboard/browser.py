@@ -99,7 +99,7 @@ class Tab:
             await self.page.keyboard.press(key)
 
     async def text(self, selector: str = "#main") -> str:
-        """What a reader sees; a turn has no text yet in the frame that inserts it (`content-visibility: auto`)."""
+        """Return the visible text. A turn has none in the frame that inserts it (`content-visibility: auto`)."""
         await self.page.evaluate(FRAMES)
         return str(await self.page.inner_text(selector))
 

@@ -48,34 +48,34 @@ def write_run(folder: Path) -> Simulation:
 )
 def test_a_change_is_predicted_from_the_runs_own_figures(tmp_path: Path, overrides: list[str]) -> None:
     truth = write_run(tmp_path / "made")
-    found = predict_change(tmp_path / "made", overrides, cores=2)
-    assert found.result.step_s == pytest.approx(simulate(changed(truth, overrides)).step_s, rel=0.05)
-    low, high = found.step_s
+    prediction = predict_change(tmp_path / "made", overrides, cores=2)
+    assert prediction.result.step_s == pytest.approx(simulate(changed(truth, overrides)).step_s, rel=0.05)
+    low, high = prediction.step_s
     assert low <= high
-    assert found.config.weights.sync_s == pytest.approx(0.05 + ADMISSION_S)
+    assert prediction.config.weights.sync_s == pytest.approx(0.05 + ADMISSION_S)
 
 
 def test_the_rates_are_those_that_made_the_run() -> None:
     result = simulate(simulation(RUN, RATES))
     times = {"wall_s": result.step_s, "train_s": result.train_s, "call_s": result.calling_s}
-    found = calibrate(RUN.model_copy(update=times))
-    assert found.trained_token_s == pytest.approx(RATES.trained_token_s, rel=0.02)
-    assert found.token_s == pytest.approx(RATES.token_s, rel=0.05)
+    rates = calibrate(RUN.model_copy(update=times))
+    assert rates.trained_token_s == pytest.approx(RATES.trained_token_s, rel=0.02)
+    assert rates.token_s == pytest.approx(RATES.token_s, rel=0.05)
 
 
 def test_the_command_compares_the_change_with_the_run(tmp_path: Path) -> None:
     write_run(tmp_path / "made")
     words = ["simulate", "--from", "made", "--runs-dir", str(tmp_path)]
-    said = CliRunner().invoke(app, [*words, "max_staleness=0"])
-    assert said.exit_code == 0, said.output
-    measured, simulated, ratio, *_ = said.stdout.splitlines()
+    answer = CliRunner().invoke(app, [*words, "max_staleness=0"])
+    assert answer.exit_code == 0, answer.output
+    measured, simulated, ratio, *_ = answer.stdout.splitlines()
     assert measured.startswith("measured        step ")
     assert simulated.endswith(": max_staleness=0")
     assert float(ratio.split()[3]) > 1.0
-    told = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)
-    low, high = told["figures"]["step_s_interval"]
-    assert low <= told["figures"]["step_s"] * 1.001
-    assert told["figures"]["step_s"] <= high * 1.001
+    figures = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["figures"]
+    low, high = figures["step_s_interval"]
+    assert low <= figures["step_s"] * 1.001  # simulated times: they depend on no machine
+    assert figures["step_s"] <= high * 1.001
     refused = CliRunner().invoke(app, [*words, "max_stalenes=0"])
     assert (refused.exit_code, "unknown key max_stalenes" in refused.output) == (2, True)
     assert CliRunner().invoke(app, ["simulate"]).exit_code == 2

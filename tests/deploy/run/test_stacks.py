@@ -86,6 +86,7 @@ def test_threads_and_tasks_are_written_and_nobody_is_ended(start: Callable[..., 
 
 def test_a_process_between_fork_and_exec_is_not_asked(start: Callable[..., Child]) -> None:
     """It has its parent's handlers and command line; the signal would end the program that it becomes."""
+    # A fork that lives on stands for the moment before exec.
     fork = "\n    if not os.fork():\n        time.sleep(60)\n    tasks = ["
     role = start(ANSWERS.replace("\n    tasks = [", fork).replace("sys,", "sys, os, time,"), "penstock.deploy.cli")
     role.until("up ")
