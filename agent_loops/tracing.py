@@ -1,8 +1,8 @@
 """Spans of an episode: where its time goes.
 
 Trace          spans of the episode, kept in its trajectory's `extra`: small enough to keep for each one
-EpisodeSpans   the same blocks as OpenTelemetry spans, where those are on: episode ─► turns ─► blocks of each turn
-_Traced         sandbox calls as OpenTelemetry spans under the tool that makes them
+EpisodeSpans   the same blocks as OpenTelemetry spans, where those are on: episode ─► turns ─► blocks of each turn;
+               calls of a sandbox are blocks under the tool that makes them (`usage.observed`)
 
 Spans are those of the current run: what a resumed episode takes from its journal takes no time and leaves none. A turn
 begins with a model call and holds what follows it, up to the next model call of the same branch: branches that run
@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import wraps
-from typing import Any, cast
+from typing import Any
 
 from penstock.common import OpenSpan, current_context, spans_on, start_span
 from penstock.common.tracing import NO_SPAN, NoSpan, use_span
-from penstock.sandbox import Sandbox
 from penstock.transfer_queue import Lease, Outcome, OutcomeKind
 
 Span = tuple[str, str, float, float]
@@ -34,22 +32,6 @@ OnUse = Callable[[str, str, float], None]
 _CURRENT: ContextVar[Trace | None] = ContextVar("trace of the episode", default=None)
 NAMES = {"model": "generate", "tool": "tool", "reward": "reward", "sandbox": "sandbox"}
 _TURN: ContextVar[_Turn | None] = ContextVar("turn of the episode", default=None)
-WORK = frozenset(
-    {
-        "start",
-        "attach",
-        "run",
-        "run_python",
-        "run_shell",
-        "run_served",
-        "open_port",
-        "write_file",
-        "read_file",
-        "close",
-        "leave",
-    }
-)
-"""Verbs of a sandbox and of a session that are awaited; a stream is its reader's own time."""
 
 
 @dataclass(slots=True)
@@ -229,28 +211,3 @@ def trajectory_facts(trajectory: Any) -> dict[str, Any]:
         "version": max(versions, default=None),
         "version_oldest": min(versions, default=None),
     }
-
-
-def traced(sandbox: Sandbox) -> Sandbox:
-    """The same sandbox; its calls are spans if tracing is on."""
-    return cast(Sandbox, _TracedProxy(sandbox)) if spans_on() else sandbox
-
-
-class _TracedProxy:
-    """A sandbox or session whose awaited verbs are spans; everything else is as it is."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        work = getattr(self._inner, name)
-        if name not in WORK:
-            return work
-
-        @wraps(work)
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            with exported_span("sandbox", name):
-                result = await work(*args, **kwargs)
-            return _TracedProxy(result) if name in ("start", "attach") else result
-
-        return call

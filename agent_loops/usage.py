@@ -7,12 +7,15 @@ from contextlib import AbstractAsyncContextManager
 from functools import wraps
 from typing import Any, cast
 
-from penstock.agent_loops.tracing import current_episode
+from penstock.agent_loops.tracing import current_episode, exported_span
 from penstock.sandbox import Sandbox
 from penstock.transfer_queue import TransferQueue, UsageMeter
 
 OPENS, ENDS = frozenset({"start", "attach", "fork"}), frozenset({"close", "leave"})
 """Verbs of a sandbox that return a session, and of a session that give its box up."""
+RUNS = ("run", "run_python", "run_shell", "run_served", "open_port", "write_file", "read_file")
+AWAITED = OPENS | ENDS | set(RUNS)
+"""Verbs that are spans; a stream is its reader's own time."""
 
 
 class WorkerUsage:
@@ -53,12 +56,14 @@ class WorkerUsage:
             self._open[session] = (episode, now)
 
 
-def counted(sandbox: Sandbox, usage: WorkerUsage) -> Sandbox:
-    """The same sandbox, whose boxes `usage` counts."""
-    return cast(Sandbox, _CountedSandbox(sandbox, usage))
+def observed(sandbox: Sandbox, usage: WorkerUsage) -> Sandbox:
+    """Returns the same sandbox: `usage` counts its boxes, and its calls are spans if OpenTelemetry is on."""
+    return cast(Sandbox, _Observed(sandbox, usage))
 
 
-class _CountedSandbox:
+class _Observed:
+    """A sandbox, or a session of it; what is not awaited is as it is."""
+
     def __init__(self, inner: Any, usage: WorkerUsage) -> None:
         self._inner, self._usage = inner, usage
 
@@ -66,32 +71,21 @@ class _CountedSandbox:
         verb = getattr(self._inner, name)
         if name == "snapshot":
             return lambda session: verb(session._inner)
-        if name not in OPENS:
-            return verb
-
-        @wraps(verb)
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            session = _CountedSession(await verb(*args, **kwargs), self._usage)
-            self._usage.opened(session)
-            return session
-
-        return call
-
-
-class _CountedSession:
-    def __init__(self, inner: Any, usage: WorkerUsage) -> None:
-        self._inner, self._usage = inner, usage
-
-    def __getattr__(self, name: str) -> Any:
-        verb = getattr(self._inner, name)
-        if name not in ENDS:
+        if name not in AWAITED:
             return verb
 
         @wraps(verb)
         async def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return await verb(*args, **kwargs)
+                with exported_span("sandbox", name):
+                    result = await verb(*args, **kwargs)
             finally:
-                self._usage.ended(self)
+                if name in ENDS:
+                    self._usage.ended(self)
+            if name not in OPENS:
+                return result
+            session = _Observed(result, self._usage)
+            self._usage.opened(session)
+            return session
 
         return call

@@ -37,8 +37,7 @@ from penstock.agent_loops.metrics import WorkerMetrics, WorkerStats
 from penstock.agent_loops.rewards.registry import load_reward, may_need_sandbox
 from penstock.agent_loops.sources import verify_sources
 from penstock.agent_loops.teachers import Teachers
-from penstock.agent_loops.tracing import traced
-from penstock.agent_loops.usage import WorkerUsage, counted
+from penstock.agent_loops.usage import WorkerUsage, observed
 from penstock.common import Backoff, cancel_and_wait, frozen_start, uncollected
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
 from penstock.sandbox.managed import follow_costs
@@ -158,7 +157,7 @@ def _sandbox_of(job: WorkerJob, usage: WorkerUsage) -> Sandbox | None:
         log.warning("no sandbox for rewards: %s", error)
         return None
     follow_costs(sandbox, job.metrics.costs)
-    return traced(counted(sandbox, usage))
+    return observed(sandbox, usage)
 
 
 class Worker:
@@ -303,13 +302,11 @@ class RunningEpisodes:
         leases_by_episode = {episode_id: lease for episode_id, (lease, _) in self.running.items()}
         for leases in _chunks(list(leases_by_episode.values())):
             for episode_id in await self._services.queue.renew(leases):
-                if not self._is_ending(leases_by_episode[episode_id]):
-                    self._cancel_lost(leases_by_episode[episode_id])
-
-    def _is_ending(self, lease: Lease) -> bool:
-        """The queue answers the episode itself whether its lease was lost."""
-        episode = self._episodes.get((lease.episode_id, lease.fence))
-        return episode is not None and episode.is_ending
+                lease = leases_by_episode[episode_id]
+                episode = self._episodes.get((episode_id, lease.fence))
+                # The queue answers an episode that ends itself whether its lease was lost.
+                if episode is None or not episode.is_ending:
+                    self._cancel_lost(lease)
 
     async def drain(self) -> None:
         """Cancels every episode; each releases its tools, then its lease is returned with its journal."""

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from penstock.agent_loops import Episode
-from penstock.agent_loops.tracing import traced
+from penstock.agent_loops.usage import WorkerUsage, observed
 from penstock.common.tracing import install_tracer
 from penstock.testing import FakeClient, FakeSandbox
 from penstock.tools import BaseTool, ToolResult
@@ -104,7 +104,7 @@ class Boxed(BaseTool):
     parameters = {"type": "object", "properties": {"expression": {"type": "string"}}}  # noqa: RUF012
 
     async def create(self, task):
-        return await traced(FakeSandbox()).start("test")
+        return await observed(FakeSandbox(), WorkerUsage("agent-0")).start("test")
 
     async def execute(self, state, arguments):
         result = await state.run_python("print(46)")

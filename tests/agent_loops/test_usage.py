@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from penstock.agent_loops.tracing import begin_trace, use
-from penstock.agent_loops.usage import WorkerUsage, counted
+from penstock.agent_loops.usage import WorkerUsage, observed
 from penstock.testing import FakeSandbox, MemoryTransferQueue
 
 
@@ -31,7 +31,7 @@ async def box_seconds(queue: MemoryTransferQueue) -> dict[str, float]:
 async def test_an_open_box_is_its_episodes_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, queue, boxes = Clock(), MemoryTransferQueue(), WorkerUsage("agent-0")
     monkeypatch.setattr("penstock.agent_loops.usage.time", clock)
-    sandbox = counted(FakeSandbox(), boxes)
+    sandbox = observed(FakeSandbox(), boxes)
 
     async def episode(name: str) -> None:
         begin_trace(episode_id=name)
@@ -57,7 +57,7 @@ async def test_a_box_that_cannot_be_closed_is_not_open_any_more(monkeypatch: pyt
     async def fails() -> None:
         raise RuntimeError("gone")
 
-    session = await counted(FakeSandbox(), boxes).start("a")
+    session = await observed(FakeSandbox(), boxes).start("a")
     monkeypatch.setattr(session._inner, "close", fails)  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError):
         await session.close()
