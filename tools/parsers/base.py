@@ -90,7 +90,7 @@ class ToolCallParser(Protocol):
 PARSERS: Registry[Callable[[], ToolCallParser]] = Registry(
     "tool-call parser",
     {
-        "hermes": "penstock.tools.parsers.hermes:HermesParser",
+        "hermes": "penstock.tools.parsers.json_lists:HermesParser",
         "qwen3_coder": "penstock.tools.parsers.qwen3_coder:Qwen3CoderParser",
         "llama3_json": "penstock.tools.parsers.llama3_json:Llama3JsonParser",
         "mistral": "penstock.tools.parsers.mistral:MistralParser",

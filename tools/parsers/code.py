@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import unusable
-from penstock.tools.parsers.turn import THOUGHT, TurnBuilder
+from penstock.tools.parsers.turn import THOUGHT, TurnBuilder, read_each
 
 TOOLS = {
     "python": ("python", "code"),
@@ -31,15 +31,8 @@ class CodeParser:
     opening, closing = "", ""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        turn = TurnBuilder(SHAPE)
         thought = text.find(THOUGHT)
-        position = thought + len(THOUGHT) if thought >= 0 else 0
-        turn.say(text[:position])
-        while not turn.full and (fence := _FENCE.search(text, position)):
-            turn.say(text[position : fence.start()])
-            position = _read_block(text, fence, turn)
-        turn.say("" if turn.full else text[position:])
-        return turn.done()
+        return read_each(text, _FENCE, SHAPE, _read_block, thought + len(THOUGHT) if thought >= 0 else 0)
 
 
 def _read_block(text: str, fence: re.Match[str], turn: TurnBuilder) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import read_arguments
-from penstock.tools.parsers.turn import NAME, UNREAD, Malformed, TurnBuilder
+from penstock.tools.parsers.turn import NAME, UNREAD, Malformed, TurnBuilder, read_each
 
 MARK, USER = ">>>", "all"
 SHAPE = f"a call is written {MARK}NAME\n{{...}}"
@@ -22,18 +22,14 @@ class FunctionaryV32Parser:
     opening, closing = "", ""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        turn = TurnBuilder(SHAPE)
-        position = 0
-        while not turn.full and (head := _HEAD.search(text, position)):
-            is_call = head[1] != USER
-            turn.say(text[position : head.start() if is_call else head.end()])
-            position = _read_call(text, head, turn) if is_call else head.end()
-        turn.say("" if turn.full else text[position:])
-        return turn.done()
+        return read_each(text, _HEAD, SHAPE, _read_message)
 
 
-def _read_call(text: str, head: re.Match[str], turn: TurnBuilder) -> int:
+def _read_message(text: str, head: re.Match[str], turn: TurnBuilder) -> int:
     """Nothing marks the end of a call: after an unreadable one the meaning of the rest is unknown."""
+    if head[1] == USER:
+        turn.say(head[0])
+        return head.end()
     try:
         arguments, end = read_arguments(text, head.end(), head[1])
     except Malformed as problem:

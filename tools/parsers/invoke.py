@@ -8,9 +8,8 @@ deepseek_v4    <｜DSML｜tool_calls>
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from penstock.tools.parsers.json_call import DECODER
+from penstock.tools.parsers.json_call import json_of
 from penstock.tools.parsers.plain_text import ArgumentReader
 from penstock.tools.parsers.turn import Malformed, SectionParser, Tools, TurnBuilder, expect, skip_space
 
@@ -56,7 +55,9 @@ class InvokeParser(SectionParser):
                 raise Malformed(f"{end} is missing")
             value = text[parameter.end() : close]
             if self._says_type:
-                reader.add_value(parameter[1], value, value if parameter[2] == "true" else _json_of(value))
+                reader.add_value(
+                    parameter[1], value, value if parameter[2] == "true" else json_of(value, 'string="false"')
+                )
             else:
                 reader.add(parameter[1], value)
             position = close + len(end)
@@ -78,10 +79,3 @@ class DeepSeekV32Parser(InvokeParser):
 class DeepSeekV4Parser(InvokeParser):
     def __init__(self) -> None:
         super().__init__("｜DSML｜tool_calls", "｜DSML｜", says_type=True)
-
-
-def _json_of(text: str) -> Any:
-    try:
-        return DECODER.decode(text.strip())
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f'{text[:80]!r} is no JSON, which string="false" promises') from error

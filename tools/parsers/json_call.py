@@ -37,6 +37,14 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
     return value, end
 
 
+def json_of(text: str, promise: str) -> Any:
+    """The JSON value that `text` is, as `promise` says. Raises `Malformed`."""
+    try:
+        return DECODER.decode(text.strip())
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"{text[:80]!r} is not JSON, which {promise} promises") from error
+
+
 def read_arguments(text: str, start: int, name: str) -> tuple[dict[str, Any], int]:
     """A JSON object that can be used as arguments of `name`, and its end. Raises `Malformed`."""
     value, end = read_json(text, start)
@@ -96,7 +104,10 @@ def unusable(value: Any) -> str | None:
     """Return what is wrong with a value; None if nothing is. JSON can escape half of a surrogate pair, which no file or
     tokenizer takes, and write numbers without end.
     """
-    if _is_deep(value):
+    level = [value]
+    for _ in range(MAX_DEPTH + 2):
+        level = [inner for outer in level for inner in _inside(outer)]
+    if level:
         return f"it is nested more than {MAX_DEPTH} levels deep"
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8")
@@ -118,15 +129,6 @@ def _problem_with(value: Any, keys: tuple[str, str], also: Sequence[str]) -> str
     if extra := sorted(set(value) - {*keys, *also}):
         return f"{extra[0]!r} has no meaning here"
     return unusable(value)
-
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH + 2):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return False
-    return True
 
 
 def _inside(value: Any) -> Sequence[Any]:

@@ -1,15 +1,14 @@
 """Calls as JSON behind a mark, without more syntax; models differ in the marks, and in a list or single objects.
 
-    granite          <|tool_call|>[{"name": "python", "arguments": {"code": "1 + 1"}}, ...]       Granite 3
-    phi4_mini        functools[{...}, ...]            the template leaves the mark out of old calls
-    nemotron         <TOOLCALL>[{...}, ...]</TOOLCALL>                            Nemotron Nano 2 and Super 1.5
-    hunyuan_a13b     <tool_calls>[{...}, ...]</tool_calls>                        Hunyuan A13B, Apriel (with an `id`)
-                     <tool_calls>{...}\\n{...}\\n</tool_calls>                    MiniMax M1
-    granite_20b_fc   <function_call> {...}            several times               Granite 20B (function calling)
-    gigachat3        <|function_call|>{...}           several times               GigaChat 3.1
-    internlm2        <|action_start|><|plugin|>\\n{...}<|action_end|>             InternLM2 and 2.5
-
-Granite 4 writes as `hermes` does.
+hermes           <tool_call>{...}</tool_call>     several times                       Hermes, Qwen 2.5 and 3, Granite 4
+granite          <|tool_call|>[{"name": "python", "arguments": {"code": "1 + 1"}}, ...]       Granite 3
+phi4_mini        functools[{...}, ...]            the template leaves the mark out of old calls
+nemotron         <TOOLCALL>[{...}, ...]</TOOLCALL>                            Nemotron Nano 2 and Super 1.5
+hunyuan_a13b     <tool_calls>[{...}, ...]</tool_calls>                        Hunyuan A13B, Apriel (with an `id`)
+                 <tool_calls>{...}\\n{...}\\n</tool_calls>                    MiniMax M1
+granite_20b_fc   <function_call> {...}            several times               Granite 20B (function calling)
+gigachat3        <|function_call|>{...}           several times               GigaChat 3.1
+internlm2        <|action_start|><|plugin|>\\n{...}<|action_end|>             InternLM2 and 2.5
 """
 
 from __future__ import annotations
@@ -76,18 +75,23 @@ class HunyuanA13bParser(JsonListParser):
 
 
 class JsonCallParser(MarkedParser):
-    """One object behind each mark, and nothing that ends it."""
+    """One object behind each mark; without `closing` nothing ends it."""
 
     between: ClassVar[str] = ""
     """Stands between the mark and the object."""
 
     def __init__(self) -> None:
-        self.shape = f"a call is written {self.opening}{self.between}{CALL}"
+        self.shape = f"a call is written {self.opening}{self.between}{CALL}{self.closing}"
 
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
         value, end = read_json(text, body)
+        end = expect(text, end, self.closing) if self.closing else end
         add_call(turn, value)
         return end
+
+
+class HermesParser(JsonCallParser):
+    opening, closing, resumes = "<tool_call>", "</tool_call>", True
 
 
 class Granite20bFcParser(JsonCallParser):

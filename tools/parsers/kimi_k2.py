@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from penstock.tools.parsers.json_call import read_arguments
-from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space
+from penstock.tools.parsers.turn import Malformed, SectionParser, Tools, TurnBuilder, expect
 
 OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, ARGUMENTS, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -17,22 +17,15 @@ SHAPE = f"calls are written {OPEN}{CALL}functions.NAME:NUMBER{ARGUMENTS}{{...}}{
 _HEAD = re.compile(rf"\s*((?:functions\.)?([^\s<>{{}}\[\]\"`:]{{1,256}}):\d{{1,9}})\s*{re.escape(ARGUMENTS)}")
 
 
-class KimiK2Parser(MarkedParser):
+class KimiK2Parser(SectionParser):
     opening, closing = OPEN, CLOSE
     shape = SHAPE
 
-    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
-        position = _read_call(text, expect(text, body, CALL), turn)
-        while not turn.full and text.startswith(CALL, following := skip_space(text, position)):
-            position = _read_call(text, following + len(CALL), turn)
-        return len(text) if turn.full else expect(text, position, CLOSE)
-
-
-def _read_call(text: str, start: int, turn: TurnBuilder) -> int:
-    head = _HEAD.match(text, start)
-    if head is None:
-        raise Malformed(f"functions.NAME:NUMBER and {ARGUMENTS} belong behind {CALL}")
-    arguments, end = read_arguments(text, head.end(), head[2])
-    end = expect(text, end, END_CALL)
-    turn.call(head[2], arguments, written_id=head[1])
-    return end
+    def read_call(self, text: str, position: int, turn: TurnBuilder, tools: Tools) -> int:
+        head = _HEAD.match(text, expect(text, position, CALL))
+        if head is None:
+            raise Malformed(f"functions.NAME:NUMBER and {ARGUMENTS} belong behind {CALL}")
+        arguments, end = read_arguments(text, head.end(), head[2])
+        end = expect(text, end, END_CALL)
+        turn.call(head[2], arguments, written_id=head[1])
+        return end

@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from penstock.tools.parsers.json_call import DECODER, unusable
-from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space, tool_name
+from penstock.tools.parsers.json_call import json_of, unusable
+from penstock.tools.parsers.turn import Malformed, SectionParser, Tools, TurnBuilder, expect, tool_name
 
 SEP = "<|sep|>"
 
@@ -34,36 +34,30 @@ _CALL = re.compile(rf"\s*{re.escape(_opens('call'))}{_ATTRIBUTES}{re.escape(SEP)
 _ARGUMENT = re.compile(rf"\s*{re.escape(_opens(''))}(argument|json){_ATTRIBUTES}{re.escape(SEP)}")
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 MARKS = ("<|open|>", "<|close|>", SEP)
+PROMISE = "every type but string"
 
 
-class KimiK3Parser(MarkedParser):
+class KimiK3Parser(SectionParser):
     opening, closing = OPEN, CLOSE
     thought_end = _closes("think")
     shape = SHAPE
 
-    def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
-        position = _read_call(text, body, turn)
-        while not turn.full and not text.startswith(CLOSE, skip_space(text, position)):
-            position = _read_call(text, position, turn)
-        return len(text) if turn.full else expect(text, position, CLOSE)
-
-
-def _read_call(text: str, position: int, turn: TurnBuilder) -> int:
-    head = _CALL.match(text, position)
-    if head is None:
-        raise Malformed(f'{_opens("call")} tool="NAME" belongs behind {OPEN} and behind each call')
-    name, position = tool_name(_attributes(head[1]).get("tool", "")), head.end()
-    arguments: dict[str, Any] = {}
-    while match := _ARGUMENT.match(text, position):
-        more, position = _read_argument(text, match)
-        if twice := sorted(set(more) & set(arguments)):
-            raise Malformed(f"the argument {twice[0][:80]!r} is given twice")
-        arguments |= more
-    position = expect(text, position, _closes("call"))
-    if problem := unusable([name, arguments]):
-        raise Malformed(problem)
-    turn.call(name, arguments)
-    return position
+    def read_call(self, text: str, position: int, turn: TurnBuilder, tools: Tools) -> int:
+        head = _CALL.match(text, position)
+        if head is None:
+            raise Malformed(f'{_opens("call")} tool="NAME" belongs behind {OPEN} and behind each call')
+        name, position = tool_name(_attributes(head[1]).get("tool", "")), head.end()
+        arguments: dict[str, Any] = {}
+        while match := _ARGUMENT.match(text, position):
+            more, position = _read_argument(text, match)
+            if twice := sorted(set(more) & set(arguments)):
+                raise Malformed(f"the argument {twice[0][:80]!r} is given twice")
+            arguments |= more
+        position = expect(text, position, _closes("call"))
+        if problem := unusable([name, arguments]):
+            raise Malformed(problem)
+        turn.call(name, arguments)
+        return position
 
 
 def _read_argument(text: str, head: re.Match[str]) -> tuple[dict[str, Any], int]:
@@ -76,22 +70,15 @@ def _read_argument(text: str, head: re.Match[str]) -> tuple[dict[str, Any], int]
         raise Malformed(f"a value holds {mark}, a mark of the call itself")
     behind = end + len(_closes(head[1]))
     if head[1] == "json":
-        values = _json_of(value)
+        values = json_of(value, PROMISE)
         if not isinstance(values, dict):
             raise Malformed("the arguments must be a JSON object")
         return values, behind
     if not attributes.get("key"):
         raise Malformed("an argument has no key")
-    return {attributes["key"]: value if attributes.get("type") == "string" else _json_of(value)}, behind
+    return {attributes["key"]: value if attributes.get("type") == "string" else json_of(value, PROMISE)}, behind
 
 
 def _attributes(text: str) -> dict[str, str]:
     pairs = _ATTRIBUTE.findall(text)
     return {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in pairs}
-
-
-def _json_of(text: str) -> Any:
-    try:
-        return DECODER.decode(text.strip())
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"{text[:80]!r} is not JSON, which every type but string promises") from error

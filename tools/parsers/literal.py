@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import warnings
@@ -66,21 +67,15 @@ def read_text(text: str, start: int) -> tuple[str, int]:
         raise Malformed(
             "a quoted text is not closed" if text[start : start + 1] in ('"', "'") else "quotes are missing"
         )
-    return _unquoted(match[0]), match.end()
-
-
-def _unquoted(quoted: str) -> str:
-    """JSON's escapes first: its halves of surrogate pairs are one character, Python's two."""
-    if quoted[0] == '"':
-        try:
-            return str(json.loads(quoted, strict=False))
-        except ValueError:
-            pass
+    quoted = match[0]
+    if quoted[0] == '"':  # JSON's escapes first: its halves of surrogate pairs are one character, Python's two
+        with contextlib.suppress(ValueError):
+            return str(json.loads(quoted, strict=False)), match.end()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
-            return str(ast.literal_eval(quoted.translate(_BREAKS)))
+            return str(ast.literal_eval(quoted.translate(_BREAKS))), match.end()
     except (ValueError, SyntaxError) as error:
         raise Malformed("a text has an escape that means nothing") from error
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import add_call, arguments_key, read_json
-from penstock.tools.parsers.turn import UNREAD, Malformed, TurnBuilder, skip_space
+from penstock.tools.parsers.turn import UNREAD, Malformed, TurnBuilder, read_each, skip_space
 
 TAG = "<|python_tag|>"
 SHAPE = 'a call is written {"name": ..., "parameters": {...}}'
@@ -29,18 +29,12 @@ class Llama3JsonParser:
     opening, closing = "", ""
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        turn = TurnBuilder(SHAPE)
-        position = 0
-        while not turn.full and (mark := _CALL.search(text, position)):
-            turn.say(text[position : mark.start()])
-            position = _read_calls(text, mark.end(), turn)
-        turn.say("" if turn.full else text[position:])
-        return turn.done()
+        return read_each(text, _CALL, SHAPE, _read_calls)
 
 
-def _read_calls(text: str, start: int, turn: TurnBuilder) -> int:
+def _read_calls(text: str, mark: re.Match[str], turn: TurnBuilder) -> int:
     """Nothing marks the end of a call: after an unreadable one the meaning of the rest is unknown."""
-    position = start
+    position = mark.end()
     try:
         while True:
             value, position = read_json(text, position)

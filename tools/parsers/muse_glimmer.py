@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.invoke import InvokeParser
-from penstock.tools.parsers.turn import NAME, TurnBuilder
+from penstock.tools.parsers.turn import NAME, TurnBuilder, read_each
 
 _HEADER = re.compile(rf"(?:<\|start\|>assistant)?[ ]?to=({NAME})<\|message\|>")
 _END = re.compile(r"<\|(?:eom|eot)\|>|(?=<\|start\|>)")
@@ -27,24 +28,19 @@ class MuseGlimmerParser:
         self._calls = InvokeParser("atem:function_calls", "atem:")
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
-        turn = TurnBuilder(self._calls.shape)
-        position = 0
-        while not turn.full and (header := _HEADER.search(text, position)):
-            turn.say(text[position : header.start()])
-            end = _END.search(text, header.end())
-            position = end.end() if end else len(text)
-            body = text[header.end() : end.start() if end else len(text)]
-            if header[1] in ("self", "user"):
-                turn.say(text[header.start() : position])
-            elif not self._add(body, tools, turn):
-                return turn.done()
-        turn.say("" if turn.full else text[position:])
-        return turn.done()
+        return read_each(text, _HEADER, self._calls.shape, partial(self._read_message, tools=tools))
 
-    def _add(self, body: str, tools: Sequence[Mapping[str, Any]], turn: TurnBuilder) -> bool:
-        """The calls of one message; False where one is malformed, and nothing behind it is read."""
-        parsed = self._calls.parse(body, tools)
+    def _read_message(
+        self, text: str, header: re.Match[str], turn: TurnBuilder, tools: Sequence[Mapping[str, Any]]
+    ) -> int:
+        end = _END.search(text, header.end())
+        position = end.end() if end else len(text)
+        if header[1] in ("self", "user"):
+            turn.say(text[header.start() : position])
+            return position
+        parsed = self._calls.parse(text[header.end() : end.start() if end else len(text)], tools)
         turn.say(parsed.content)
         for call in parsed.calls:
             turn.add(call)
-        return not any(call.error for call in parsed.calls)
+        # Nothing is read behind a malformed call.
+        return len(text) if any(call.error for call in parsed.calls) else position

@@ -55,14 +55,15 @@ class PythonicParser:
     def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
         turn, starts, problem = TurnBuilder(SHAPE), _starts(text), ""
         for start in starts:
-            problem = ""
+            problem, match = "", _LIST.match(text, start)
+            if match is None:
+                continue
             try:
-                answer = _read_answer(text, start, tools)
+                calls, end = _read_list(text, match.end(), tools)
             except Malformed as error:
                 problem = str(error)
                 continue
-            if answer is not None:
-                calls, end = answer
+            if _MARKS.match(text, end):  # else other text stands behind the list
                 turn.say(text[:start])
                 turn.add_named(calls)
                 turn.say(text[end:])
@@ -82,16 +83,6 @@ class Lfm2Parser(MarkedParser):
         end = expect(text, end, self.closing)
         turn.add_named(calls)
         return end
-
-
-def _read_answer(text: str, start: int, tools: Tools) -> tuple[list[NamedCall], int] | None:
-    """The calls of a list that is all that stands from `start` on; None if it does not begin as one, or other text
-    stands behind it. Raises `Malformed`."""
-    match = _LIST.match(text, start)
-    if match is None:
-        return None
-    calls, end = _read_list(text, match.end(), tools)
-    return (calls, end) if _MARKS.match(text, end) else None
 
 
 def _starts(text: str) -> list[int]:

@@ -6,7 +6,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn, ToolCall
@@ -71,63 +70,54 @@ class TurnBuilder:
             self._calls.append(call)
 
 
-ReadCall = Callable[[str, int, TurnBuilder], int]
-"""(text, where the body begins behind the opening mark, turn) → where parsing continues. Raises `Malformed`."""
 Tools = Sequence[Mapping[str, Any]]
 
 
-def read_marked(
-    text: str, opening: str, shape: str, read: ReadCall, *, resume_behind: str = "", thought_end: str = THOUGHT
-) -> ParsedTurn:
-    """A turn whose calls begin with `opening`, behind the thought that `thought_end` closes.
-
-    A malformed call ends the reading: a later mark may be text that was meant as part of it, and must not run. With
-    `resume_behind`, a closing mark, parsing continues after it or at the next `opening`.
-    """
-    turn = TurnBuilder(shape)
-    position = _behind_thought(text, opening, read, thought_end)
-    turn.say(text[:position])
-    while not turn.full and (start := text.find(opening, position)) >= 0:
-        turn.say(text[position:start])
-        body = start + len(opening)
-        try:
-            position = read(text, body, turn)
-        except Malformed as problem:
-            turn.malformed(str(problem) if resume_behind else f"{problem}{UNREAD}")
-            position = _behind(text, body, opening, resume_behind) if resume_behind else len(text)
-    turn.say("" if turn.full else text[position:])
-    return turn.done()
-
-
-def _behind_thought(text: str, opening: str, read: ReadCall, thought_end: str) -> int:
-    """Return the end of a thought at the beginning of the text: the first mark that stands in no argument of a call."""
-    position, end = 0, text.find(thought_end) if thought_end else -1
-    for _ in range(MAX_CALLS):
-        start = text.find(opening, position, max(end, 0))
-        if start < 0:
-            break
-        try:
-            position = read(text, start + len(opening), TurnBuilder(""))
-        except Malformed:
-            break
-        if position > end:
-            end = text.find(thought_end, position)
-    return end + len(thought_end) if end >= 0 else 0
-
-
 class MarkedParser(ABC):
-    """A parser of calls that begin with the mark `opening`."""
+    """A parser of calls that begin with the mark `opening`, behind a thought.
+
+    A malformed call ends the reading: a later mark may be text that was meant as part of it, and must not run.
+    """
 
     opening: str
     closing: str = ""
     thought_end: str = THOUGHT
     """The mark that ends a thought; calls before it are content. Empty: calls in a thought are calls."""
+    resumes: bool = False
+    """True if parsing continues behind the `closing` of a malformed call, or at the next `opening`."""
     shape: str
     """The written form of calls; ends every error."""
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
-        read = partial(self.read, tools=tools)
-        return read_marked(text, self.opening, self.shape, read, thought_end=self.thought_end)
+        turn = TurnBuilder(self.shape)
+        position = self._behind_thought(text, tools)
+        turn.say(text[:position])
+        while not turn.full and (start := text.find(self.opening, position)) >= 0:
+            turn.say(text[position:start])
+            body = start + len(self.opening)
+            try:
+                position = self.read(text, body, turn, tools)
+            except Malformed as problem:
+                turn.malformed(str(problem) if self.resumes else f"{problem}{UNREAD}")
+                position = _behind(text, body, self.opening, self.closing) if self.resumes else len(text)
+        turn.say("" if turn.full else text[position:])
+        return turn.done()
+
+    def _behind_thought(self, text: str, tools: Tools) -> int:
+        """Return the end of a thought at the beginning of the text: the first mark that stands in no argument of a
+        call."""
+        position, end = 0, text.find(self.thought_end) if self.thought_end else -1
+        for _ in range(MAX_CALLS):
+            start = text.find(self.opening, position, max(end, 0))
+            if start < 0:
+                break
+            try:
+                position = self.read(text, start + len(self.opening), TurnBuilder(""), tools)
+            except Malformed:
+                break
+            if position > end:
+                end = text.find(self.thought_end, position)
+        return end + len(self.thought_end) if end >= 0 else 0
 
     @abstractmethod
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
@@ -148,6 +138,21 @@ class SectionParser(MarkedParser):
         """Adds the call at `position`; returns its end. Raises `Malformed`."""
 
 
+ReadMatch = Callable[[str, re.Match[str], TurnBuilder], int]
+"""(text, what the pattern found, turn) → where parsing continues."""
+
+
+def read_each(text: str, begins: re.Pattern[str], shape: str, read: ReadMatch, start: int = 0) -> ParsedTurn:
+    """A turn in which `read` takes what `begins` finds from `start` on."""
+    turn = TurnBuilder(shape)
+    turn.say(text[:start])
+    while not turn.full and (match := begins.search(text, start)):
+        turn.say(text[start : match.start()])
+        start = read(text, match, turn)
+    turn.say("" if turn.full else text[start:])
+    return turn.done()
+
+
 NamedCall = tuple[str, Mapping[str, Any]]
 ReadList = Callable[[str, int], tuple[Sequence[NamedCall], int]]
 """(text, where the body begins behind what the pattern found) → calls, where parsing continues. Raises `Malformed`."""
@@ -157,7 +162,7 @@ def read_unmarked(text: str, begins: re.Pattern[str], shape: str, read: ReadList
     """A turn whose lists of calls begin where `begins` matches: no special token says so.
 
     What a model tries out in thought it does not ask for: a list that ends before the last ``</think>`` is content.
-    A malformed list ends the reading, as in `read_marked`.
+    A malformed list ends the reading, as in `MarkedParser`.
     """
     turn = TurnBuilder(shape)
     thought = text.rfind(THOUGHT) + len(THOUGHT) if THOUGHT in text else 0

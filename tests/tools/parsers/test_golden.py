@@ -205,7 +205,7 @@ def test_parser_separates_calls_and_content(parser: str, text: str, content: str
             "deepseek_v32",
             '<｜DSML｜function_calls><｜DSML｜invoke name="f">'
             '<｜DSML｜parameter name="x" string="false">a</｜DSML｜parameter>',
-            "'a' is no JSON",
+            "'a' is not JSON",
         ),
         ("xlam", f"[{F_JSON}", "no valid JSON"),
         ("xlam", f"[{F_JSON}, 1]", "it must be a JSON object"),
@@ -318,7 +318,7 @@ def test_hermes_reads_several_calls() -> None:
         ('{"name": "python", "arguments": {"x": 1e999}}', "a number that is too large"),
         ('{"name": "python", "arguments": {"x": ' + "9" * 5000 + "}}", "no valid JSON"),
         ('{"name": "python", "arguments": {"x": ' + "[" * 100_000, "no valid JSON"),
-        ('{"name": "python", "arguments": {}} and more', "text follows the JSON"),
+        ('{"name": "python", "arguments": {}} and more', "other text stands where </tool_call> belongs"),
         ("", "no valid JSON"),
     ],
 )

@@ -6,7 +6,6 @@ import pytest
 from tests.tools.parsers.families import FAMILIES, render
 
 from penstock.tools.parsers import get_parser
-from penstock.tools.parsers.hermes import HermesParser
 from penstock.tools.parsers.turn import MarkedParser
 
 ENDS = {
@@ -18,9 +17,7 @@ ENDS = {
     "gemma4": "<channel|>",
 }
 """Of a thought; `</think>` for the others."""
-MARKED = {
-    name: one for name, one in FAMILIES.items() if isinstance(get_parser(one.parser), MarkedParser | HermesParser)
-}
+MARKED = {name: one for name, one in FAMILIES.items() if isinstance(get_parser(one.parser), MarkedParser)}
 
 
 def codes(parser: str, text: str) -> list[str]:
