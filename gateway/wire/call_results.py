@@ -7,49 +7,33 @@ from typing import Any
 
 from penstock.gateway.wire.types import Api, InvalidRequest
 
-Messages = Sequence[Mapping[str, Any]]
 
+def check_calls(messages: Sequence[Mapping[str, Any]], api: Api) -> None:
+    """Raises `InvalidRequest` for a call without a result, and for a result without a call.
 
-def check_calls(messages: Messages, api: Api) -> None:
-    """Raises `InvalidRequest` for a call without a result, and for a result without a call."""
-    (_check_items if api == "responses" else _check_turns)(messages)
-
-
-def _check_turns(messages: Messages) -> None:
-    """Results stand directly behind the calls that they answer, one for each."""
+    Results stand directly behind the calls that they answer, one for each; in /v1/responses anywhere behind them.
+    """
+    anywhere = api == "responses"
     called: set[str] = set()
     open_calls: set[str] = set()
     for index, message in enumerate(messages):
+        field = "input" if anywhere else f"messages.{index}"
         if message["role"] == "tool":
-            _check_called(message["tool_call_id"], called, f"messages.{index}", "of the message before the results")
-            open_calls.discard(message["tool_call_id"])
-        else:
-            _check_answered(open_calls, f"messages.{index}")
-            called = set(_calls_of(message))
-            open_calls = set(called)
-    _check_answered(open_calls, "messages")
-
-
-def _check_items(messages: Messages) -> None:
-    """The same for items of the Responses API, whose outputs stand anywhere behind their calls."""
-    called: set[str] = set()
-    open_calls: set[str] = set()
-    for message in messages:
-        if message["role"] == "tool":
-            _check_called(message["tool_call_id"], called, "input", "before it")
-            open_calls.discard(message["tool_call_id"])
-        called.update(_calls_of(message))
-        open_calls.update(_calls_of(message))
-    _check_answered(open_calls, "input")
-
-
-def _calls_of(message: Mapping[str, Any]) -> list[str]:
-    return [str(call["id"]) for call in message.get("tool_calls") or ()]
-
-
-def _check_called(call_id: str, called: set[str], field: str, where: str) -> None:
-    if call_id not in called:
-        raise InvalidRequest(field, f"is a result for {call_id!r}, which is not a call {where}", "invalid_value")
+            answered = message["tool_call_id"]
+            if answered not in called:
+                where = "before it" if anywhere else "of the message before the results"
+                raise InvalidRequest(
+                    field, f"is a result for {answered!r}, which is not a call {where}", "invalid_value"
+                )
+            open_calls.discard(answered)
+            continue
+        if not anywhere:
+            _check_answered(open_calls, field)
+            called = set()
+        calls = {str(call["id"]) for call in message.get("tool_calls") or ()}
+        called |= calls
+        open_calls |= calls
+    _check_answered(open_calls, "input" if anywhere else "messages")
 
 
 def _check_answered(open_calls: set[str], field: str) -> None:
