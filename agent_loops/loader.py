@@ -43,14 +43,10 @@ def load_object(spec: str, recipe_dir: Path) -> Any:
     with _loading:
         module = load_file(module_name, recipe_dir) if is_file else _import(module_name, recipe_dir)
     if not hasattr(module, name):
-        raise LoadError(f"{module_name} has no {name!r}{nearest(name, dir(module)) or _offered(module)}")
+        own = [one for one, part in vars(module).items() if getattr(part, "__module__", "") == module.__name__]
+        offered = f"; it has {', '.join(own)}" if own else ""
+        raise LoadError(f"{module_name} has no {name!r}{nearest(name, dir(module)) or offered}")
     return getattr(module, name)
-
-
-def _offered(module: ModuleType) -> str:
-    """Return ``; it has compute_score``: the functions and classes that a module defines itself."""
-    names = [name for name, part in vars(module).items() if getattr(part, "__module__", "") == module.__name__]
-    return f"; it has {', '.join(names)}" if names else ""
 
 
 def search_folders(path: str, *folders: Path) -> tuple[Path, ...]:

@@ -195,7 +195,10 @@ class ToolBox:
             raise InfraFailure("sandbox", str(error)) from error
         if reward is None:
             return None
-        number = _finite_reward(name, reward, tool.calc_reward)
+        number = finite_number(reward)
+        if number is None:
+            problem = f"calc_reward returned {reward!r:.80}, not a finite number{defined_at(tool.calc_reward)}"
+            raise InfraFailure(f"tool {name}", problem)
         await self._journal.prove(proof)
         return number
 
@@ -269,14 +272,6 @@ async def _execute(
         if tool_span.with_text:
             tool_span.text(arguments=json.dumps(call.arguments, default=str), result=result.text)
     return _cut(result, config, count_tokens)
-
-
-def _finite_reward(name: str, reward: Any, calc_reward: Any) -> float:
-    number = finite_number(reward)
-    if number is None:
-        problem = f"calc_reward returned {reward!r:.80}, not a finite number{defined_at(calc_reward)}"
-        raise InfraFailure(f"tool {name}", problem)
-    return number
 
 
 def _plain(result: ToolResult) -> dict[str, Any]:

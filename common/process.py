@@ -38,9 +38,10 @@ SECRETS = re.compile(r"^PENSTOCK_|(?<!^HF)(?<!^HUGGING_FACE_HUB)_(TOKEN|PASSWORD
 LIFE_VARIABLE = "PENSTOCK_LIFE"
 """Variable with a name that a role's process and all that it starts have, and no other life of the role."""
 _PR_SET_PDEATHSIG = 1
-_STATE, _PARENT, _USER_TICKS, _SYSTEM_TICKS, _START = 0, 1, 11, 12, 19
-_REAPED_USER_TICKS, _REAPED_SYSTEM_TICKS = 13, 14
-"""Fields of /proc/PID/stat after the name in brackets, see proc(5)."""
+_STATE, _PARENT, _START = 0, 1, 19
+OWN_TICKS, REAPED_TICKS = (11, 12), (13, 14)
+"""Fields of /proc/PID/stat after the name in brackets, see proc(5): user and system time of the process, and of its
+descendants that have ended and were waited for."""
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
@@ -186,13 +187,12 @@ class DeviceClock:
         since the process began."""
         now = time.monotonic()
         elapsed, self._last = now - self._last, now
-        return elapsed * self._gpus if self._gpus else self._cpu_elapsed_s(now)
-
-    def _cpu_elapsed_s(self, now: float) -> float:
+        if self._gpus:
+            return elapsed * self._gpus
         if now - self._tree_at > 5.0:  # the whole of /proc is read for new children
             self._tree, self._tree_at = ProcessTable.now().tree_of(os.getpid()), now
         stats = (_stat(PROC / str(pid)) for pid in self._tree)
-        before, self._cpu_s = self._cpu_s, sum(_cpu_s(stat) + _reaped_cpu_s(stat) for stat in stats if stat)
+        before, self._cpu_s = self._cpu_s, sum(_cpu_s(stat, OWN_TICKS + REAPED_TICKS) for stat in stats if stat)
         # A process that init has reaped takes its time out of the sum; one of the tree keeps that of its children.
         return max(0.0, self._cpu_s - before)
 
@@ -247,14 +247,9 @@ def _namespace() -> str:
     return ""
 
 
-def _cpu_s(stat: Sequence[str]) -> float:
+def _cpu_s(stat: Sequence[str], ticks: Sequence[int] = OWN_TICKS) -> float:
     """User and system time of a process from its `_stat`."""
-    return (int(stat[_USER_TICKS]) + int(stat[_SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK")
-
-
-def _reaped_cpu_s(stat: Sequence[str]) -> float:
-    """The same of its descendants that have ended and were waited for."""
-    return (int(stat[_REAPED_USER_TICKS]) + int(stat[_REAPED_SYSTEM_TICKS])) / os.sysconf("SC_CLK_TCK")
+    return sum(int(stat[one]) for one in ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(entry: Path) -> list[str]:

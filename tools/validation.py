@@ -74,7 +74,11 @@ def _check_parts(schema: Mapping[str, Any], dialect: Any) -> None:
         if id(part.contents) in seen or not isinstance(part.contents, Mapping):
             continue
         seen.add(id(part.contents))
-        _check_patterns(part.contents.get("patternProperties", ()))
+        for pattern in part.contents.get("patternProperties", ()):  # the meta-schema of draft 4 does not look at them
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise SchemaError(f"{pattern!r} is not a 'regex'") from error
         parts += [(inner, resolver.in_subresource(inner)) for inner in part.subresources()]
         for reference in (part.contents.get(keyword) for keyword in ("$ref", "$dynamicRef")):
             if not isinstance(reference, str):
@@ -85,15 +89,6 @@ def _check_parts(schema: Mapping[str, Any], dialect: Any) -> None:
                 raise SchemaError(f"the reference {reference!r} leads nowhere") from error
             dialect.check_schema(target.contents)
             parts.append((specification.create_resource(target.contents), target.resolver))
-
-
-def _check_patterns(patterns: Iterable[str]) -> None:
-    """Raises `SchemaError`; the meta-schema of draft 4 does not look at them."""
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise SchemaError(f"{pattern!r} is not a 'regex'") from error
 
 
 def check_arguments(schema: Mapping[str, Any], arguments: Mapping[str, Any]) -> str | None:

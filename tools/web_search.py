@@ -44,30 +44,32 @@ class SearchApi:
         return [{name: str(one.get(self.names.get(name, name), "")) for name in names} for one in answer or []]
 
 
-def _brave(query: str, count: int, key: str) -> SearchRequest:
-    return SearchRequest("GET", {"X-Subscription-Token": key}, params={"q": query, "count": str(count)})
-
-
-def _serper(query: str, count: int, key: str) -> SearchRequest:
-    return SearchRequest("POST", {"X-API-KEY": key}, body={"q": query, "num": count})
-
-
-def _tavily(query: str, count: int, key: str) -> SearchRequest:
-    return SearchRequest("POST", bearer_headers(key), body={"query": query, "max_results": count})
-
-
 APIS: dict[str, SearchApi] = {
     "brave": SearchApi(
         "https://api.search.brave.com/res/v1/web/search",
         "BRAVE_API_KEY",
-        _brave,
+        lambda query, count, key: SearchRequest(
+            "GET", {"X-Subscription-Token": key}, params={"q": query, "count": str(count)}
+        ),
         ("web", "results"),
         {"text": "description"},
     ),
     "serper": SearchApi(
-        "https://google.serper.dev/search", "SERPER_API_KEY", _serper, ("organic",), {"url": "link", "text": "snippet"}
+        "https://google.serper.dev/search",
+        "SERPER_API_KEY",
+        lambda query, count, key: SearchRequest("POST", {"X-API-KEY": key}, body={"q": query, "num": count}),
+        ("organic",),
+        {"url": "link", "text": "snippet"},
     ),
-    "tavily": SearchApi("https://api.tavily.com/search", "TAVILY_API_KEY", _tavily, ("results",), {"text": "content"}),
+    "tavily": SearchApi(
+        "https://api.tavily.com/search",
+        "TAVILY_API_KEY",
+        lambda query, count, key: SearchRequest(
+            "POST", bearer_headers(key), body={"query": query, "max_results": count}
+        ),
+        ("results",),
+        {"text": "content"},
+    ),
 }
 
 

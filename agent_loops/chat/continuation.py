@@ -51,7 +51,9 @@ class Continuation:
             except TemplateError as error:
                 refusal = error
         try:
-            return self._after_text(messages, tools)
+            mark = unused_mark(messages, repr(tools))
+            reply = {"role": "assistant", "content": mark}
+            return _behind(mark, self.template.render([ASKS, reply, *messages], tools, prompt=True))
         except TemplateError as error:
             raise refusal or error from error
 
@@ -135,11 +137,6 @@ class Continuation:
                 self._closed_by.clear()
             self._closed_by[key] = _behind(mark, self.template.render([ASKS, *replies], tools, prompt=False))
         return self._closed_by[key]
-
-    def _after_text(self, messages: Sequence[Message], tools: Tools) -> str:
-        mark = unused_mark(messages, repr(tools))
-        reply = {"role": "assistant", "content": mark}
-        return _behind(mark, self.template.render([ASKS, reply, *messages], tools, prompt=True))
 
 
 def unused_mark(messages: Sequence[Message], tools_text: str) -> str:

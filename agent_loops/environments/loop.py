@@ -93,7 +93,15 @@ class EnvironmentLoop(AgentLoopBase):
         try:
             async with asyncio.timeout(limit_s) as deadline:
                 first = await self._begin(task)
-                talk = self._talk(task, first)
+                messages = with_system(task.messages, self.settings.system)
+                text, remembered = self._observation_text(first), self.settings.remembered_turns
+                talk: Talk = (
+                    WholeTalk(self, messages, text)
+                    if remembered is None
+                    else WindowedTalk(self, messages, text, remembered)
+                )
+                if talk.done:
+                    raise InfraFailure("loop", "task and first observation leave no room for an answer")
                 outcome = await self._play(talk, first)
         except TimeoutError:
             if not deadline.expired():
@@ -121,16 +129,6 @@ class EnvironmentLoop(AgentLoopBase):
             await self._environment.close()
 
     # turns ---------------------------------------------------------------------------------------------------------
-    def _talk(self, task: Task, first: EnvStep) -> Talk:
-        messages, text = with_system(task.messages, self.settings.system), self._observation_text(first)
-        remembered = self.settings.remembered_turns
-        talk: Talk = (
-            WholeTalk(self, messages, text) if remembered is None else WindowedTalk(self, messages, text, remembered)
-        )
-        if talk.done:
-            raise InfraFailure("loop", "task and first observation leave no room for an answer")
-        return talk
-
     async def _play(self, talk: Talk, now: EnvStep) -> Outcome | None:
         """To the episode's end; None: the model's budget is used up."""
         while not talk.done:

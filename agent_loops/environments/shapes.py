@@ -104,7 +104,10 @@ class SteppedEnvironment:
             "truncated": truncated,
             "state": self._state(text, info),
             "numbers": dict(list(_numbers(info))[:32]),
-            "shown": {name: plain(_shown_value(name, info, observation)) for name in self._settings.get("show", ())},
+            "shown": {
+                name: plain(info[name] if name in info else getattr(observation, name, None))
+                for name in self._settings.get("show", ())
+            },
         }
 
     def _text(self, observation: Any) -> str:
@@ -186,10 +189,6 @@ def plain(value: Any) -> Any:
 def _as_info(observation: Any) -> Mapping[str, Any]:
     """TextWorld's states are both."""
     return observation if isinstance(observation, Mapping) else {}
-
-
-def _shown_value(name: str, info: Mapping[str, Any], observation: Any) -> Any:
-    return info[name] if name in info else getattr(observation, name, None)
 
 
 def _numbers(info: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -60,18 +60,25 @@ class ReasoningGym(BaseReward):
         text = self._answer(answer)
         if text is None:
             return {"score": 0.0, "raised": 0}
-        question = self._question(answer, text)
+        row = answer.extra_info
+        try:
+            name, config, number = str(row["task"]), str(row["config"]), int(row["number"])
+        except (KeyError, ValueError, TypeError) as error:
+            reason = f"reasoning_gym: the row has no task, config and number ({error!r})"
+            raise InfraFailure("reward", reason) from error
+        prompt = answer.messages[-1]["content"] if answer.messages else ""
+        question = {"task": name, "config": config, "number": number, "question": prompt, "answer": text}
         verdict = {"needs_box": True}
-        if question["task"] not in self._boxed:
+        if name not in self._boxed:
             try:
                 verdict = await self._processes.ask(question, self._timeout_s)
             except ProcessEnded as error:
                 raise InfraFailure("reward", f"reasoning_gym: {error}; is reasoning-gym installed?") from error
         if verdict.get("needs_box"):
-            self._boxed.add(question["task"])
+            self._boxed.add(name)
             verdict = await self._in_box(question)
         if "error" in verdict:
-            raise InfraFailure("reward", f"reasoning_gym: {question['task']}: {verdict['error']}")
+            raise InfraFailure("reward", f"reasoning_gym: {name}: {verdict['error']}")
         return {"score": float(verdict["score"]), "raised": int("raised" in verdict)}
 
     async def close(self) -> None:
@@ -83,18 +90,6 @@ class ReasoningGym(BaseReward):
         if not tagged and self._needs_tag:
             return None
         return str(tagged[-1] if tagged else text).strip()[:MAX_ANSWER_CHARS]
-
-    def _question(self, answer: Answer, text: str) -> dict[str, Any]:
-        """Raises `InfraFailure` where the row is none of `reasoning_gym:TASK`."""
-        row = answer.extra_info
-        try:
-            task, config, number = str(row["task"]), str(row["config"]), int(row["number"])
-        except (KeyError, ValueError, TypeError) as error:
-            raise InfraFailure(
-                "reward", f"reasoning_gym: the row has no task, config and number ({error!r})"
-            ) from error
-        prompt = answer.messages[-1]["content"] if answer.messages else ""
-        return {"task": task, "config": config, "number": number, "question": prompt, "answer": text}
 
     async def _in_box(self, question: dict[str, Any]) -> dict[str, Any]:
         """A box per answer. One that its code ends, or does not end, is a wrong answer."""

@@ -116,13 +116,14 @@ class RewardFunction:
         also where none of the data source came yet: a recipe that cannot have one (a wrong file or pattern) must not
         train on zeros. Raises `QueueError` with a `keeper`.
         """
-        extra = {**task.extra_info, **further}
-        answer = Answer(task.data_source, solution, task.ground_truth, extra, task.messages)
+        source, extra = task.data_source, {**task.extra_info, **further}
+        proof = proof_of(self._name, self._settings, source)
+        answer = Answer(source, solution, task.ground_truth, extra, task.messages)
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 value = await self._reward.score(answer)
         except NoReward as error:
-            if not await self._is_proven(task.data_source, keeper):
+            if source not in self._proven and not (keeper and await keeper.is_proven(proof)):
                 hint = "the run had no reward of this data source yet, so that the recipe may be wrong"
                 raise InfraFailure(error.component, f"{error.reason}; {hint}") from error
             return Score(0.0, {"reward/no_reward": 1.0})
@@ -136,16 +137,11 @@ class RewardFunction:
             else:
                 reason = f"{self._name} raised {describe_error(error)}"
             raise InfraFailure("reward", reason) from error
-        score = _to_score(value, self._name, self._reward.scored_by(task.data_source))
-        if keeper is not None and task.data_source not in self._proven:
-            await keeper.prove(proof_of(self._name, self._settings, task.data_source))
-        self._proven.add(task.data_source)
+        score = _to_score(value, self._name, self._reward.scored_by(source))
+        if keeper is not None and source not in self._proven:
+            await keeper.prove(proof)
+        self._proven.add(source)
         return score
-
-    async def _is_proven(self, data_source: str, keeper: ScoreKeeper | None) -> bool:
-        if data_source in self._proven or keeper is None:
-            return data_source in self._proven
-        return await keeper.is_proven(proof_of(self._name, self._settings, data_source))
 
     async def score_once(
         self, task: Task, solution: str, further: Mapping[str, Any], segments: Sequence[Segment], keeper: ScoreKeeper

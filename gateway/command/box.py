@@ -46,16 +46,14 @@ class ProgramEnd:
         result = self.result
         words = (result.stderr.strip() or result.stdout.strip())[-400:]
         if result.limit == "wall":
-            return f"{self._out_of_time()}{f'; its last output: {words}' if words else ''}"
+            limit = self.time_limit
+            end = (
+                f"it was ended by its time limit of {limit.seconds:g} s, {limit.setting}: raise it if the program only"
+                " starts slowly, since the first start of an agent may take long"
+            )
+            return f"{end}; its last output: {words}" if words else end
         how = f"it ended with {result.exit_code}" if result.limit is None else f"limit {result.limit}"
         return f"{how} after {self.seconds:.1f} s: {words}" if words else f"{how} after {self.seconds:.1f} s"
-
-    def _out_of_time(self) -> str:
-        limit = self.time_limit
-        return (
-            f"it was ended by its time limit of {limit.seconds:g} s, {limit.setting}: raise it if the program only"
-            " starts slowly, since the first start of an agent may take long"
-        )
 
 
 class ProgramBox:

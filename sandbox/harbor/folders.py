@@ -20,7 +20,9 @@ def find_task_folders(folder: Path) -> list[Path]:
     if folder.is_file():
         raise HarborTaskError(f"{folder}: a file; give its folder, {folder.parent}")
     if not folder.is_dir():
-        raise HarborTaskError(f"{folder.absolute()}: no such folder{_similar(folder.absolute())}")
+        missing, around = folder.absolute(), folder.absolute().parent
+        siblings = [one.name for one in around.iterdir() if one.is_dir()] if around.is_dir() else []
+        raise HarborTaskError(f"{missing}: no such folder{nearest(missing.name, siblings)}")
     if is_task(folder):
         return [folder]
     inside = [one for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")]
@@ -28,12 +30,6 @@ def find_task_folders(folder: Path) -> list[Path]:
     if not tasks:
         raise HarborTaskError(f"{folder}: neither it nor a folder in it has a {CONFIG} or {OLD_CONFIG}")
     return tasks
-
-
-def _similar(folder: Path) -> str:
-    """Hint at a folder of a similar name next to the one that is not there."""
-    siblings = [one.name for one in folder.parent.iterdir() if one.is_dir()] if folder.parent.is_dir() else []
-    return nearest(folder.name, siblings)
 
 
 def read_task(folder: Path) -> HarborTask:
