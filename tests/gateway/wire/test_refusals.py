@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway.wire.call_results import check_calls
+from penstock.gateway.requests import check_calls
 from penstock.gateway.wire.types import Api, InvalidRequest
 from penstock.gateway.wire.wires import WIRES
 
