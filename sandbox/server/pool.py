@@ -21,55 +21,38 @@ from penstock.sandbox.protocol import BoxNeeds, Sandbox, SandboxBusy, SandboxErr
 
 
 class Slots:
-    """`free` counts those available; a taker calls `give` afterwards."""
+    """`free` counts those available; they go to those who wait in their order. A taker calls `give` afterwards."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-        self.free = count
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    def take_now(self) -> bool:
-        """Takes a slot without waiting. None is free while anybody waits."""
-        if self.free == 0:
-            return False
-        self.free -= 1
-        return True
+        self.count = self.free = count
+        self.waiting = 0
+        self._turns = asyncio.Semaphore(count)
 
     async def take(self, timeout_s: float) -> None:
         """Raises `SandboxBusy` past `timeout_s`, with the time waited."""
-        if self.take_now():
-            return
         started = time.monotonic()
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self.waiting += 1
         try:
             async with asyncio.timeout(timeout_s):
-                await turn
-        except BaseException as error:
-            self._leave(turn)
-            if isinstance(error, TimeoutError):
-                waited = f"all {self.count} boxes were in use; waited {time.monotonic() - started:.1f} s in the queue"
-                raise SandboxBusy(f"{waited} (sandbox.max_boxes)", 2.0) from error
-            raise
+                await self._turns.acquire()
+        except TimeoutError as error:
+            waited = f"all {self.count} boxes were in use; waited {time.monotonic() - started:.1f} s in the queue"
+            raise SandboxBusy(f"{waited} (sandbox.max_boxes)", 2.0) from error
+        finally:
+            self.waiting -= 1
+        self.free -= 1
 
-    def _leave(self, turn: asyncio.Future[None]) -> None:
-        """Passes on a turn that was granted just when its waiter timed out."""
-        if turn in self._waiting:
-            self._waiting.remove(turn)
-        elif turn.done() and not turn.cancelled():
-            self.give()
+    async def take_now(self) -> bool:
+        """Takes a slot without waiting. None is free while anybody waits."""
+        if self._turns.locked():
+            return False
+        await self._turns.acquire()
+        self.free -= 1
+        return True
 
     def give(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
         self.free += 1
+        self._turns.release()
 
 
 logger = logging.getLogger(__name__)
@@ -119,7 +102,7 @@ class BoxPool:
             self.counts["taken_warm"] += 1
             self._refill_requested.set()
             return session
-        if not self.slots.take_now():
+        if not await self.slots.take_now():
             self._give_one_up()
             await self.slots.take(timeout_s)
         try:
@@ -183,7 +166,9 @@ class BoxPool:
     async def _refill(self) -> dict[str | None, Exception]:
         """Starts missing warm boxes; returns the errors by image. One failing image does not block others."""
         failures: dict[str | None, Exception] = {}
-        while (missing := [image for image in self._missing() if image not in failures]) and self.slots.take_now():
+        while missing := [image for image in self._missing() if image not in failures]:
+            if not await self.slots.take_now():
+                break
             try:
                 await self._add_warm(missing[0])
             except Exception as error:  # noqa: BLE001 - any backend error; warming continues

@@ -14,7 +14,7 @@ from tests.until import until
 from penstock.sandbox import SandboxError
 from penstock.sandbox.bwrap.sandbox import BwrapSandbox
 from penstock.sandbox.protocol import SandboxBusy
-from penstock.sandbox.server.pool import BoxPool, Slots
+from penstock.sandbox.server.pool import BoxPool
 from penstock.testing import FakeSandbox, FakeSession
 
 
@@ -130,39 +130,6 @@ async def test_pool_request_that_is_cancelled_gives_its_slot_on(fake: FakeSandbo
         await pool.give_back(outcome)
     assert (await second).session_id
     assert fake.most == 1
-
-
-async def test_slots_go_to_those_who_wait_in_their_order() -> None:
-    slots, order = Slots(1), []
-
-    async def take(name: str) -> None:
-        await slots.take(5.0)
-        order.append(name)
-
-    await take("first")
-    waiting = [asyncio.create_task(take(name)) for name in ("second", "third")]
-    await asyncio.sleep(0)
-    assert slots.waiting == 2
-    slots.give()
-    assert not slots.take_now()  # nobody passes those who wait
-    await waiting[0]
-    slots.give()
-    await waiting[1]
-    assert order == ["first", "second", "third"]
-
-
-async def test_slots_turn_that_comes_as_its_waiter_gives_up_goes_on() -> None:
-    slots = Slots(1)
-    assert slots.take_now()
-    leaver = asyncio.create_task(slots.take(5.0))
-    await asyncio.sleep(0)
-    slots.give()
-    leaver.cancel()
-    await asyncio.gather(leaver, return_exceptions=True)
-    assert slots.take_now()
-    with pytest.raises(SandboxBusy):
-        await slots.take(0.0)
-    assert slots.waiting == 0  # who gave up leaves no place behind
 
 
 Step = st.tuples(st.sampled_from(["take", "back", "die", "fail", "cancel", "wait"]), st.integers(0, 3))
