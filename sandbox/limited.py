@@ -32,7 +32,6 @@ from penstock.sandbox.snapshots import TMP, BoxCopy, SnapshotStore, copy_folders
 
 logger = logging.getLogger(__name__)
 
-QUEUE_TIMEOUT_S = 120.0
 STARTS_AT_ONCE = max(2, os.cpu_count() or 1)
 """A start is mostly CPU time: a whole batch of episodes that ask together would share it out until all are too late."""
 T = TypeVar("T")
@@ -98,11 +97,11 @@ class LimitedSandbox(ABC):
     containment: str
     """Which walls stand, in words."""
 
-    def __init__(self, config: SandboxConfig, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
+    def __init__(self, config: SandboxConfig) -> None:
         """Raises `SandboxError` where a folder that boxes would see cannot be shown to them."""
         check_folders(config)
         self.config = config
-        self.queue_timeout_s = queue_timeout_s
+        self.queue_timeout_s = 120.0
         self._sessions: dict[str, Session] = {}
         self._requested_slots: dict[str, SessionSlot] = {}
         self._snapshots = SnapshotStore(config.snapshot_mb)

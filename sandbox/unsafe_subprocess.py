@@ -16,7 +16,7 @@ from dataclasses import replace
 from penstock.sandbox.bundle import compile_driver, driver_command
 from penstock.sandbox.bwrap.process_box import BoxCommand, ProcessBox
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot
+from penstock.sandbox.limited import DriverSandbox, SessionSlot
 from penstock.sandbox.protocol import BoxNeeds, SandboxError, UnmetNeeds
 
 logger = logging.getLogger(__name__)
@@ -27,8 +27,8 @@ class UnsafeSubprocessSandbox(DriverSandbox):
 
     containment = "unsafe_subprocess: none; code runs with this user's rights"
 
-    def __init__(self, config: SandboxConfig, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
-        super().__init__(config, queue_timeout_s)
+    def __init__(self, config: SandboxConfig) -> None:
+        super().__init__(config)
         if config.folders:
             raise SandboxError("sandbox.folders: unsafe_subprocess has no boxes; name the folders of this machine")
         self._driver = compile_driver(sys.executable)

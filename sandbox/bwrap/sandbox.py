@@ -27,7 +27,7 @@ from penstock.sandbox.bwrap.process_box import BoxCommand, ProcessBox
 from penstock.sandbox.bwrap.zygote import ForkedBox, Zygote, ZygoteCommand, why_no_zygote
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.inside import memory
-from penstock.sandbox.limited import QUEUE_TIMEOUT_S, DriverSandbox, SessionSlot, shared_folders
+from penstock.sandbox.limited import DriverSandbox, SessionSlot, shared_folders
 from penstock.sandbox.protocol import OWN_FOLDERS, SandboxError, Session
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.snapshots import TMP, BoxCopy, copy_folders
@@ -60,13 +60,13 @@ _ENVIRONMENT = "--clearenv --setenv PATH /usr/bin:/bin --setenv HOME /tmp --sete
 class BwrapSandbox(DriverSandbox):
     """Maker of bubblewrap boxes for one worker process. `containment` says in words which walls stand."""
 
-    def __init__(self, config: SandboxConfig, owner: str, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
+    def __init__(self, config: SandboxConfig, owner: str) -> None:
         """Clears away what a killed process of the same `owner` left, then proves that a box can be made here.
 
         Raises:
             SandboxError: it cannot; the message names the fix.
         """
-        super().__init__(config, queue_timeout_s)
+        super().__init__(config)
         self._features = probe()
         # `sandbox.folders`, read-only.
         arguments: list[str] = []

@@ -35,7 +35,7 @@ from penstock.sandbox.docker.exec_session import KEEPER_COMMAND, ExecSession
 from penstock.sandbox.docker.orphans import clear_away, labels_of
 from penstock.sandbox.docker.snapshot_images import SnapshotImages, is_snapshot
 from penstock.sandbox.docker.spec import container_spec, keeper_of
-from penstock.sandbox.limited import QUEUE_TIMEOUT_S, LimitedSandbox, SessionSlot
+from penstock.sandbox.limited import LimitedSandbox, SessionSlot
 from penstock.sandbox.protocol import NoSuchImage, SandboxError, Session, UnmetNeeds
 from penstock.sandbox.seccomp import build_filter
 from penstock.sandbox.session import DriverSession
@@ -53,13 +53,13 @@ T = TypeVar("T")
 class DockerSandbox(LimitedSandbox):
     """Starts containers for one process. `containment` describes the active walls."""
 
-    def __init__(self, config: SandboxConfig, owner: str, queue_timeout_s: float = QUEUE_TIMEOUT_S) -> None:
+    def __init__(self, config: SandboxConfig, owner: str) -> None:
         """Clears away what a killed process of the same `owner` left, then proves that engine, image and runtime exist.
 
         Raises:
             SandboxError: one does not; the message names the fix.
         """
-        super().__init__(config, queue_timeout_s)
+        super().__init__(config)
         self._owner = owner
         self._images: dict[str, DockerImage] = {}
         self._without_python: set[str] = set()

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from penstock.common import Backoff, cancel_and_wait
 from penstock.sandbox.config import SandboxConfig
-from penstock.sandbox.limited import QUEUE_TIMEOUT_S, LimitedSandbox, SessionSlot
+from penstock.sandbox.limited import LimitedSandbox, SessionSlot
 from penstock.sandbox.managed.api import (
     CALL_TIMEOUT_S,
     PROVIDERS,
@@ -75,15 +75,9 @@ class Leftover:
 class ManagedSandbox(LimitedSandbox):
     """Maker of a provider's boxes for one process."""
 
-    def __init__(
-        self,
-        config: SandboxConfig,
-        owner: str,
-        episode_deadline_s: float | None = None,
-        queue_timeout_s: float = QUEUE_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, config: SandboxConfig, owner: str, episode_deadline_s: float | None = None) -> None:
         """Raises `SandboxError` where the provider's SDK or its key is missing; the message names the fix."""
-        super().__init__(config, queue_timeout_s)
+        super().__init__(config)
         if config.folders:
             raise SandboxError(
                 f"sandbox.folders: boxes of {config.backend} see no folder of this machine: put it into their image"
