@@ -80,13 +80,3 @@ def test_strip_refused_if_replies_cannot_be_rendered():
     with pytest.raises(TemplateError, match="template of channels"):
         verify_template(chat_with("strip", "gpt_oss"))
     assert verify_template(chat_with("strip")).conversations
-
-
-@pytest.mark.parametrize(
-    ("policy", "text", "expected"), [("strip", THINKING, True), ("strip", "46", False), ("keep", THINKING, False)]
-)
-def test_strip_begins_anew_where_thinking_is_dropped(policy: str, text: str, expected: bool):
-    chat = chat_with(policy)
-    segment = chat.start([USER])
-    answer(chat, segment, text)
-    assert chat.begins_anew(segment.context(), [AGAIN]) is expected

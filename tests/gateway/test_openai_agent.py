@@ -90,30 +90,6 @@ async def test_the_same_question_twice_is_two_samples(run):
     assert [segment.response_ids.tolist() for segment in trajectory.segments] == [[5, 2], [6, 2]]
 
 
-async def test_another_worker_goes_on_from_the_journal_without_sampling_again(run, calling_policy, queue_of, tasks_of):
-    client, queue = FakeClient(calling_policy(turns=2)), queue_of(tasks_of())
-    stopped = asyncio.Event()
-
-    async def stops_after_two(http, task):
-        messages = list(task.messages)
-        for _ in range(2):
-            message = (await ask(http, messages, tools=TOOLS)).choices[0].message
-            messages.append(message.model_dump())
-            messages += [{"role": "tool", "tool_call_id": call.id, "content": "46"} for call in message.tool_calls]
-        stopped.set()
-        await asyncio.sleep(60)
-
-    first = asyncio.create_task(run(stops_after_two, client, queue))
-    await stopped.wait()
-    first.cancel()
-    await asyncio.gather(first, return_exceptions=True)
-    assert len(client.requests) == 2
-    outcome, trajectory, _ = await run(uses_tools, client, queue)
-    assert len(client.requests) == 3
-    assert (outcome.kind, trajectory.num_turns, len(trajectory.segments)) == (OutcomeKind.COMPLETED, 3, 1)
-    assert trajectory.extra["replayed_calls"] == 2
-
-
 async def test_an_agent_that_asks_otherwise_the_second_time_starts_afresh(run, queue_of, tasks_of):
     queue, runs = queue_of(tasks_of()), []
     answers = iter([[5, 2], [6, 2], [7, 2]])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from functools import partial
@@ -94,20 +93,6 @@ async def test_n_stop_logprobs_and_what_the_run_refuses(server: Server) -> None:
         await create(messages=[{"role": "user", "content": "long " * 3000}])
     assert too_long.value.code == "context_length_exceeded"
     assert len((await server.finish(episode)).segments) == 5
-
-
-async def test_sub_agents_in_parallel(server: Server) -> None:
-    episode = await server.open()
-    client, model = server.client(episode), episode["model"]
-
-    async def sub_agent(number: int) -> None:
-        messages: list[Any] = [{"role": "system", "content": f"You are agent {number}."}, CALL]
-        for _ in range(2):
-            answer = (await client.chat.completions.create(model=model, messages=messages, tools=TOOLS)).choices[0]
-            messages += [answer.message.to_dict(), *results_of(answer.message)]
-
-    await asyncio.gather(*(sub_agent(number) for number in range(4)))
-    assert [segment.num_turns for segment in (await server.finish(episode)).segments] == [2] * 4
 
 
 async def test_responses_and_completions(server: Server) -> None:

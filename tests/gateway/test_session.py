@@ -82,63 +82,6 @@ async def test_conversation_has_a_segment_per_history(make_bench, first, request
     assert sum(len(sampled(segment)) for segment in trajectory.segments) == sum(len(one.token_ids) for one in answers)
 
 
-async def test_tools_come_back_in_order_and_calls_keep_their_ids(make_bench):
-    bench = await make_bench("Let me see.\n" + call_text("1+2") + "\n" + call_text("3+4"), "3 and 7.")
-    episode = await bench.open()
-    first = await say(episode, tools=TOOLS)
-    assert (first.finish_reason, [call.arguments["expression"] for call in first.calls]) == (
-        "tool_calls",
-        ["1+2", "3+4"],
-    )
-    results = [
-        {
-            "role": "tool",
-            "tool_call_id": call.call_id,
-            "content": str(sum(map(int, call.arguments["expression"].split("+")))),
-        }
-        for call in first.calls
-    ]
-    await say(episode, [USER, back(first), *results], tools=TOOLS)
-    text = bench.parts.chat.decode(bench.client.requests[-1].token_ids)
-    assert text.index("<tool_response>\n3") < text.index("<tool_response>\n7")
-    assert len((await bench.trajectory(episode)).segments) == 1
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None},
-        {"content": [{"type": "text", "text": "It is"}, {"type": "text", "text": " 46."}]},
-        {"content": "  It is 46.\n"},
-    ],
-)
-async def test_an_answer_is_known_however_its_client_spells_it(make_bench, change):
-    bench = await make_bench("It is 46.")
-    episode = await bench.open()
-    first = await say(episode)
-    kept = {name: value for name, value in {**back(first), **change}.items() if name not in ("audio", "function_call")}
-    await say(episode, [USER, kept, MORE])
-    assert len(episode.history.segments) == 1
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "user", "content": "What is 12+35?"}],
-        [{"role": "system", "content": "You are a sub-agent."}, USER],
-        [USER, {"role": "assistant", "content": "It is 47."}, MORE],
-    ],
-)
-async def test_another_history_is_another_segment(make_bench, messages):
-    bench = await make_bench("It is 46.", "Something else.")
-    episode = await bench.open()
-    first = await say(episode)
-    second = await say(episode, messages)
-    segments = (await bench.trajectory(episode)).segments
-    assert [sampled(segment) for segment in segments] == [list(first.token_ids), list(second.token_ids)]
-    assert bench.parts.chat.decode(segments[1].prompt_ids) == bench.parts.chat.template.render(messages, prompt=True)
-
-
 async def test_n_choices_are_branches_and_the_next_turn_says_which_goes_on(make_bench):
     bench = await make_bench("Red.", "Green.", "Blue.", "Green it is.")
     episode = await bench.open()
@@ -538,13 +481,3 @@ async def test_prompt_that_opens_the_thinking_makes_the_answer_begin_with_it(mak
         messages += [said, USER]
     (segment,) = (await bench.trajectory(episode)).segments
     assert segment.num_turns == 2
-
-
-async def test_counting_leaves_no_trace(make_bench: MakeBench) -> None:
-    bench = await make_bench("It is 46.", "Yes.")
-    episode = await bench.open()
-    before = await bench.journal(episode)
-    tokens = await episode.count(asked([USER], api="messages"))
-    assert (await bench.journal(episode), len(bench.client.requests)) == (before, 0)
-    await say(episode, [USER], api="messages")
-    assert tokens == len(bench.client.requests[0].token_ids)

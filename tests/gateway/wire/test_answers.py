@@ -5,7 +5,6 @@ Errors and models as the `openai` package reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import httpx2
@@ -13,11 +12,7 @@ import jsonschema
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai.types import Completion, Model
-from openai.types.chat import ChatCompletion
-from openai.types.responses import Response
-from pydantic import BaseModel
-from tests.gateway.wire.conftest import check_known
+from openai.types import Model
 
 from penstock.gateway.errors import ClientErrors, refusal_of
 from penstock.gateway.wire.answers import (
@@ -30,43 +25,9 @@ from penstock.gateway.wire.answers import (
     sse_data,
 )
 from penstock.gateway.wire.chat import ChatBody, parse_chat
-from penstock.gateway.wire.reader import Detokenizer, read_answer
-from penstock.gateway.wire.types import AnswerHead, Api, InvalidRequest
-from penstock.gateway.wire.wires import WIRES
+from penstock.gateway.wire.types import InvalidRequest
 
-HEAD = AnswerHead("id_1", 1_700_000_000, "tiny", 5)
-CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-TOOL = {"name": "add", "parameters": {"type": "object", "properties": {}}}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
-ROUTES: dict[Api, tuple[type[BaseModel], dict[str, Any], dict[str, Any]]] = {
-    "chat": (ChatCompletion, {**CHAT, "tools": [{"type": "function", "function": TOOL}]}, {"logprobs": True}),
-    "completions": (Completion, {"model": "m", "prompt": "x"}, {"logprobs": 0}),
-    "responses": (
-        Response,
-        {"model": "m", "input": "x", "tools": [{"type": "function", **TOOL}]},
-        {"include": ["message.output_text.logprobs"]},
-    ),
-}
-"""The `openai` package's type of an answer, a request, and the fields that ask for log-probabilities."""
-
-
-@pytest.mark.parametrize("api", ROUTES)
-@pytest.mark.parametrize("text", ["", "yes", f"Hm. {CALL}", CALL])
-@pytest.mark.parametrize("reason", ["stop", "length"])
-@pytest.mark.parametrize("logprobs", [False, True])
-def test_answers_are_the_packages_own(
-    detokenizer: Detokenizer, chat_for: Callable[..., Any], api: Api, text: str, reason: Any, logprobs: bool
-) -> None:
-    kind, body, asks_for_logprobs = ROUTES[api]
-    request = WIRES[api].parse({**body, **(asks_for_logprobs if logprobs else {})})
-    ids = chat_for().encode(text)
-    built = WIRES[api].answer(
-        request, HEAD, [read_answer(request, HEAD, 0, detokenizer, (ids, [-1.0] * len(ids), reason))]
-    )
-    answer = kind.model_validate(built)
-    if api != "responses":  # which has bytes of tokens that the package does not know
-        check_known(answer)
-    assert answer.model_dump(exclude_unset=True) == built
 
 
 def test_harmless_fields_are_declared() -> None:
