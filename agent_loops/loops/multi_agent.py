@@ -78,7 +78,8 @@ class MultiAgentLoop(AgentLoopBase):
             for call, problem in zip(calls, problems, strict=True)
         ]
         answers = await self.together(work)
-        self._spend(shares)
+        self.chat.budget.turns += sum(share.turns for share in shares)
+        self.chat.budget.response_tokens += sum(share.response_tokens for share in shares)
         self.tools.counts.final_answer = None  # what a helper ended with answers the planner, not the task
         self.helped += [output for answer in answers for output in answer.outputs]
         return [answer.result for answer in answers]
@@ -105,10 +106,6 @@ class MultiAgentLoop(AgentLoopBase):
         count = min(helpers, 8, max(0, budget.turns_left - 1), budget.tokens_left // 2)
         turns = min(4, (budget.turns_left - 1) // max(count, 1))  # a helper has 4 model calls
         return [Budget(turns, budget.tokens_left // 2 // count, budget.window) for _ in range(count)]
-
-    def _spend(self, shares: Sequence[Budget]) -> None:
-        self.chat.budget.turns += sum(share.turns for share in shares)
-        self.chat.budget.response_tokens += sum(share.response_tokens for share in shares)
 
 
 def _problem_with(call: ToolCall) -> str | None:

@@ -97,11 +97,9 @@ class ScoreService(BaseTool):
         try:
             return ToolResult(self._read(answer))
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InfraFailure(self.name, f"{self._url}: not the answer of such a service: {_short(answer)}") from error
+            raise InfraFailure(
+                self.name, f"{self._url}: not the answer of such a service: {json.dumps(answer)[:200]}"
+            ) from error
 
     async def close(self) -> None:
         await self._http.close()
-
-
-def _short(answer: Any) -> str:
-    return json.dumps(answer)[:200]

@@ -224,14 +224,6 @@ async def test_a_failed_agent_gives_its_task_back(make_bench):
     assert len((await bench.trajectory(again)).segments) == 1
 
 
-async def test_nothing_sampled_is_no_trajectory(make_bench):
-    bench = await make_bench()
-    episode = await bench.open()
-    await episode.note(reward=1.0)
-    with pytest.raises(Conflict, match="nothing was sampled"):
-        await bench.manager.finish(episode.handle, None)
-
-
 async def test_no_episode_is_said_with_the_queues_cause(make_bench):
     bench = await make_bench()
     await bench.open()

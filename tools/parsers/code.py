@@ -43,13 +43,10 @@ def _read_block(text: str, fence: re.Match[str], turn: TurnBuilder) -> int:
         return end
     name, argument = TOOLS[fence[2].lower()]
     code = text[fence.end() : closing.start() if closing else end].removesuffix("\n")
-    problem = "the block is not closed" if closing is None else _problem_with(code)
-    if problem:
+    if closing is None:
+        turn.malformed("the block is not closed", name)
+    elif problem := unusable(code) if code.strip() else "the block is empty":
         turn.malformed(problem, name)
     else:
         turn.call(name, {argument: code})
     return end
-
-
-def _problem_with(code: str) -> str | None:
-    return unusable(code) if code.strip() else "the block is empty"
