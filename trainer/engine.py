@@ -118,9 +118,8 @@ class Engine(Protocol):
         """Restores what `begin_save` of `written_by` ranks wrote; the number of ranks may be another one now. Raises
         `ValueError` if another engine wrote it."""
 
-    def save_model(self, folder: Path, *, with_adapter: bool = True) -> None:
-        """Write a Hugging Face folder without tokenizer; rank 0 does. What LoRA learned is added to the weights, unless
-        not `with_adapter`."""
+    def save_model(self, folder: Path) -> None:
+        """Write a Hugging Face folder without tokenizer; rank 0 does. What LoRA learned is added to the weights."""
 
     def save_adapter(self, folder: Path) -> None:
         """Write what LoRA learned as a folder that peft loads; rank 0 does."""

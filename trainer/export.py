@@ -23,16 +23,16 @@ TIMEOUT_S = 60.0
 logger = logging.getLogger(__name__)
 
 
-def save_final_model(engine: Engine, ranks: Ranks, source: str, folder: Path, *, with_adapter: bool = True) -> None:
+def save_final_model(engine: Engine, ranks: Ranks, source: str, folder: Path) -> None:
     """A Hugging Face folder with the tokenizer of `source`; written under a temporary name and renamed. A collective.
 
-    What LoRA learned is added to the weights, unless not `with_adapter`. Raises `CheckpointFailed`.
+    What LoRA learned is added to the weights. Raises `CheckpointFailed`.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     if ranks.is_rank0:
         shutil.rmtree(temporary, ignore_errors=True)
     with _failure_named(temporary, ranks):
-        engine.save_model(temporary, with_adapter=with_adapter)
+        engine.save_model(temporary)
         if ranks.is_rank0:
             _save_processors(source, temporary)
     if ranks.is_rank0:

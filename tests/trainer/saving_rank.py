@@ -18,7 +18,7 @@ from trainer_support import one_pack
 
 from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.trainer.engines.fsdp.engine import HashingWriter
+from penstock.trainer.state.hashed_files import HashingWriter
 
 
 def resident() -> int:

@@ -1,24 +1,65 @@
-"""Files of a checkpoint whose checksum is taken while they are written: they are not read again for it.
-
-A ``.safetensors`` file is the length of its header (8 bytes, little endian), the header (JSON: name → dtype, shape,
-offsets) and the tensors' bytes (https://github.com/huggingface/safetensors, "Format").
-"""
+"""Files of a checkpoint whose checksum is taken while they are written: they are not read again for it."""
 
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
-from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 
-from penstock.trainer.state.checkpoint import Fingerprint
+from penstock.trainer.state.checkpoint import leave_fingerprints
 
-CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
+
+class HashingWriter(FileSystemWriter):
+    """Writes one rank's files of a checkpoint by DCP, and takes their checksums meanwhile.
+
+    Each rank leaves its files' fingerprints next to them before it says that it is done; rank 0, which seals the
+    checkpoint, reads those and no file again. Files are on disk when they are closed.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, copies: bool = True) -> None:
+        """`copies`: of what is written, first; without, nothing may change it meanwhile."""
+        # All tensors are on the CPU already. DCP's copy ahead would open a CUDA context on GPU 0 in every rank's writer
+        # thread, about 0.5 GB each.
+        super().__init__(folder, per_thread_copy_ahead=0)
+        self._files = HashingFiles()
+        self.fs = self._files
+        self._rank = rank
+        self._copies = copies
+
+    def stage(self, state_dict: Any) -> Any:
+        return super().stage(state_dict) if self._copies else state_dict
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """DCP waits for all ranks' results: when the checkpoint is written, every rank's fingerprints are there."""
+        results = super().write_data(plan, planner)
+        leave_fingerprints(Path(self.path), self._rank, self._files.written)
+        return results
+
+
+class HashingFiles(FileSystem):
+    def __init__(self) -> None:
+        self.written: dict[str, dict[str, Any]] = {}
+        """Fingerprint of every file that was closed, by name."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            hashing = HashingStream(stream)
+            try:
+                yield hashing
+            except RuntimeError as error:
+                # torch writes from C++, which loses the error of the write and complains of its position.
+                raise hashing.refusal or error from error
+        self.written[Path(path).name] = hashing.fingerprint
 
 
 class HashingStream(io.RawIOBase):
@@ -66,24 +107,3 @@ class HashingStream(io.RawIOBase):
     def close(self) -> None:
         self._stream.close()
         super().close()
-
-
-def save_hashed(tensors: Mapping[str, Tensor], path: Path) -> Fingerprint:
-    """Write the bytes of `safetensors.torch.save_file`, readable by `load_file`. The tensors are contiguous and on the
-    host. Raises `OSError`, `KeyError` for a dtype that no checkpoint has.
-    """
-    # Wide types first: then every tensor begins at a multiple of its width.
-    ordered = sorted(tensors.items(), key=lambda one: (-one[1].element_size(), one[0]))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the tensors begin at a multiple of 8
-    with HashingStream(path.open("wb")) as stream:
-        stream.write(len(encoded).to_bytes(8, "little") + encoded)
-        for _, tensor in ordered:
-            if tensor.numel():
-                stream.write(tensor.reshape(-1).view(torch.uint8).numpy())
-        return stream.fingerprint

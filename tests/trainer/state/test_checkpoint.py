@@ -19,17 +19,14 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
-from safetensors.torch import load_file
 from tests.virtual_clock import VirtualClock
 from torch.distributed.checkpoint import filesystem
 from trainer_support import BATCHES, save, train_one
 
 from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.trainer.engines.fsdp.engine import HashingWriter
 from penstock.trainer.state.checkpoint import CheckpointStore, RecentBatches, save_timeout_s
-from penstock.trainer.state.hashed_files import save_hashed
+from penstock.trainer.state.hashed_files import HashingWriter
 from penstock.transfer_queue import DataCursor
 
 pytestmark = pytest.mark.torch
@@ -267,27 +264,6 @@ def test_a_power_cut_at_every_moment_of_a_seal_leaves_a_whole_checkpoint(
     assert not list(folder.glob("*.tmp"))
     assert not list(folder.glob("*.damaged"))
     assert found.step == (3 if moment > 5 else 2), "the rename is what makes it a checkpoint"
-
-
-def test_safetensors_are_hashed_while_they_are_written(tmp_path: Path) -> None:
-    path = tmp_path / "rank_00.safetensors"
-    tensors = {
-        "random": torch.get_rng_state(),
-        "b": torch.randn(3, 5),
-        "a": torch.randn(2, 1, 4),
-        "counts": torch.arange(3),
-        "scalar": torch.tensor(2.5),
-        "half": torch.randn(3).bfloat16(),
-        "nothing": torch.empty(0, 4),
-    }
-    taken = save_hashed(tensors, path)
-    data = path.read_bytes()
-    assert taken == {"bytes": len(data), "xxh3": xxhash.xxh3_64_hexdigest(data)}
-    read = load_file(path)
-    assert read.keys() == tensors.keys()
-    assert all(read[name].dtype == one.dtype and torch.equal(read[name], one) for name, one in tensors.items())
-    with safe_open(path, framework="pt") as opened:
-        assert opened.metadata() == {"format": "pt"}
 
 
 def test_steps_are_remembered_until_long_after_their_commit() -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from penstock.rollout_server import context_length
@@ -39,8 +35,7 @@ from penstock.trainer.engines.fsdp.shell import local_part
 from penstock.trainer.job import BadJob, no_replay
 from penstock.trainer.packing import Pack, RowLayout
 from penstock.trainer.ranks.distributed import Ranks
-from penstock.trainer.state.checkpoint import leave_fingerprints
-from penstock.trainer.state.hashed_files import HashingStream
+from penstock.trainer.state.hashed_files import HashingWriter
 from penstock.weight_sync import Shard
 
 
@@ -165,9 +160,9 @@ class FSDPEngine:
         self._await_save()
         return module.step(adam, loss)
 
-    def weights(self, dtype: torch.dtype, *, with_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, change in named_weights(self.policy.model, self.policy.adapter):
-            whole = host_weight(tensor, change if with_adapter else None, dtype, self._ranks.rank)
+            whole = host_weight(tensor, change, dtype, self._ranks.rank)
             if whole is not None:
                 yield from self.policy.names.split(name, whole)
 
@@ -262,8 +257,8 @@ class FSDPEngine:
         if existed:
             torch.set_rng_state(state[rng])
 
-    def save_model(self, folder: Path, *, with_adapter: bool = True) -> None:
-        tensors = self.weights(torch.float32, with_adapter=with_adapter)
+    def save_model(self, folder: Path) -> None:
+        tensors = self.weights(torch.float32)
         if not self._ranks.is_rank0:
             for _ in tensors:  # each is a collective
                 pass
@@ -307,50 +302,3 @@ def _model_state(engine: FSDPEngine, *, on_host: bool = False) -> dict[str, Any]
             engine.critic.module, engine.critic.optimizer, options=options
         )
     return state
-
-
-class HashingWriter(FileSystemWriter):
-    """Writes one rank's files of a checkpoint by DCP, and takes their checksums meanwhile.
-
-    Each rank leaves its files' fingerprints next to them before it says that it is done; rank 0, which seals the
-    checkpoint, reads those and no file again. Files are on disk when they are closed.
-    """
-
-    def __init__(self, folder: Path, rank: int, *, copies: bool = True) -> None:
-        """`copies`: of what is written, first; without, nothing may change it meanwhile."""
-        # All tensors are on the CPU already. DCP's copy ahead would open a CUDA context on GPU 0 in every rank's writer
-        # thread, about 0.5 GB each.
-        super().__init__(folder, per_thread_copy_ahead=0)
-        self._files = HashingFiles()
-        self.fs = self._files
-        self._rank = rank
-        self._copies = copies
-
-    def stage(self, state_dict: Any) -> Any:
-        return super().stage(state_dict) if self._copies else state_dict
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        """DCP waits for all ranks' results: when the checkpoint is written, every rank's fingerprints are there."""
-        results = super().write_data(plan, planner)
-        leave_fingerprints(Path(self.path), self._rank, self._files.written)
-        return results
-
-
-class HashingFiles(FileSystem):
-    def __init__(self) -> None:
-        self.written: dict[str, dict[str, Any]] = {}
-        """Fingerprint of every file that was closed, by name."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as stream:
-            if mode != "wb":
-                yield stream
-                return
-            hashing = HashingStream(stream)
-            try:
-                yield hashing
-            except RuntimeError as error:
-                # torch writes from C++, which loses the error of the write and complains of its position.
-                raise hashing.refusal or error from error
-        self.written[Path(path).name] = hashing.fingerprint

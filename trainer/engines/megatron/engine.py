@@ -152,7 +152,7 @@ class MegatronEngine:
     def save_adapter(self, folder: Path) -> None:
         raise NotImplementedError(NO_LORA)
 
-    def save_model(self, folder: Path, *, with_adapter: bool = True) -> None:
+    def save_model(self, folder: Path) -> None:
         tensors = self._state.export()
         if not self._ranks.is_rank0:
             for _ in tensors:  # each is a collective

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from penstock.trainer.engines.megatron.bridge import ModelBridge
 from penstock.trainer.engines.megatron.optimizer import MASTER, MOMENTS, Optimizer, WholeStates, make_moments
 from penstock.trainer.ranks.distributed import Ranks
-from penstock.trainer.state.checkpoint import Fingerprint, leave_fingerprints
-from penstock.trainer.state.hashed_files import save_hashed
+from penstock.trainer.state.checkpoint import fingerprint, leave_fingerprints
 
 ABOUT = "megatron.json"
 FOLDERS = {MASTER: "weights", **{name: name for name in MOMENTS}}
@@ -105,22 +105,21 @@ class State:
         problem: Exception | None = None
         try:
             own, of_random = (f"{kind}_{self._ranks.rank:02d}.safetensors" for kind in ("rank", "rng"))
-            written = {f"{name}/{own}": self._write_share(path / name, share) for name, share in shares.items()}
-            written[of_random] = save_hashed({"cpu": random}, path / of_random)
-            leave_fingerprints(path, self._ranks.rank, written)
+            for name, share in shares.items():
+                (path / name).mkdir(parents=True, exist_ok=True)
+                save_file(share.tensors, path / name / own)
+                if self._ranks.is_rank0:
+                    index = {"metadata": {}, "weight_map": share.files}
+                    (path / name / INDEX).write_text(json.dumps(index, indent=1))
+                    self._bridge.save_settings(path / name)
+            save_file({"cpu": random}, path / of_random)
             if self._ranks.is_rank0:
                 (path / ABOUT).write_text(json.dumps(about))
-        except OSError as error:
+            written = {name: fingerprint(path / name) for name in (*(f"{name}/{own}" for name in shares), of_random)}
+            leave_fingerprints(path, self._ranks.rank, written)
+        except (OSError, SafetensorError) as error:
             problem = error
         failed = torch.tensor(float(problem is not None))
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._ranks.background)
         if failed:
             raise OSError(f"checkpoint {path}: {problem or 'another rank could not write its share'}") from problem
-
-    def _write_share(self, folder: Path, share: StateShare) -> Fingerprint:
-        folder.mkdir(parents=True, exist_ok=True)
-        fingerprint = save_hashed(share.tensors, folder / f"rank_{self._ranks.rank:02d}.safetensors")
-        if self._ranks.is_rank0:
-            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": share.files}, indent=1))
-            self._bridge.save_settings(folder)
-        return fingerprint
