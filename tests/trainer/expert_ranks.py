@@ -22,6 +22,7 @@ from parallel_ranks import become_ranks, check_stream
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from trainer_support import newest
 
 from penstock.rollout_server import Mixtures
 from penstock.trainer import ModelLimits, Ranks, TrainerConfig, make_row
@@ -98,10 +99,9 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
     if ranks.is_rank0:
         store.open()
     if saver := case.get("resume"):
-        newest = CheckpointStore(folder / saver / "checkpoints", keep=2).newest()
-        assert newest is not None
-        engine.load(newest.path, newest.ranks)
-        first = newest.step
+        found = newest(CheckpointStore(folder / saver / "checkpoints", keep=2))
+        engine.load(found.path, found.ranks)
+        first = found.step
     else:
         check_names(Path(case["model"]), engine, ranks)
     packs = packs_of(first, engine, ranks)

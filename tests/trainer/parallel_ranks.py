@@ -29,7 +29,7 @@ import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - each rank would import it
 import two_ranks_traps
 from safetensors.torch import save_file
-from trainer_support import continued, make_trajectory, taught
+from trainer_support import continued, make_trajectory, newest, taught
 
 from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_batch
 from penstock.trainer.batch import share_of
@@ -66,8 +66,7 @@ def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> N
     if ranks.is_rank0:
         store.open()
     if case.get("resume"):
-        found = store.newest()
-        assert found is not None
+        found = newest(store)
         engine.load(found.path, found.ranks)
         first = found.step
     check_timeouts(ranks)

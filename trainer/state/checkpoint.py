@@ -164,17 +164,6 @@ class CheckpointStore:
         """Step of the oldest checkpoint. Raises `ValueError` if there is none."""
         return int(self._newest_first()[-1].name.removeprefix("step_"))
 
-    def newest(self) -> CheckpointInfo | None:
-        """The newest whole checkpoint, found by this process alone (several ranks: `restore.newest_whole`). A damaged
-        one is logged and set aside under another name, so that it neither counts among those kept nor stands
-        in the way of a new one."""
-        while (marked := self.newest_marked()) is not None:
-            problem = damage_in(marked.info.path, marked.files)
-            if not problem:
-                return marked.info
-            self.set_aside(marked.info.path, problem)
-        return None
-
     def newest_marked(self) -> MarkedCheckpoint | None:
         """The newest checkpoint whose marker is whole; those whose marker is not are set aside."""
         for path in self._newest_first():

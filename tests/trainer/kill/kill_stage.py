@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from trainer_support import assert_books_balance, make_job, make_trajectory
+from trainer_support import newest as newest_checkpoint
 
 import penstock
 from penstock.trainer.state.checkpoint import CheckpointStore
@@ -126,9 +127,7 @@ class KilledRun:
         assert_same(weights, reference or weights, "the uninterrupted run's", atol)
         self.check_archive()
         checkpoints = CheckpointStore(self.root / "checkpoints", keep=2)
-        newest = checkpoints.newest()
-        assert newest is not None
-        assert newest.step == STEPS
+        assert newest_checkpoint(checkpoints).step == STEPS
         assert not list(checkpoints.folder.glob("*.damaged"))
         return weights
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from safetensors.torch import load_file
 from scripts.model_table.families import FAMILIES
 from tests.tiny_model import save_poisoned_model as poisoned
-from trainer_support import make_job, metrics, run_ranks, threads_of_gloo
+from trainer_support import make_job, metrics, newest, run_ranks, threads_of_gloo
 from two_ranks import OTHER, job_of
 
 from penstock.trainer import Ranks, TrainerConfig, train
@@ -122,8 +122,7 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
 
 def check_one_rank_reads(folder: Path, model: str, expected: dict[str, torch.Tensor], config: TrainerConfig) -> None:
     """A checkpoint of two ranks, in one: the same weights to the bit, and the optimizer's moments."""
-    checkpoint = CheckpointStore(folder / "run" / "checkpoints", keep=2).newest()
-    assert checkpoint is not None
+    checkpoint = newest(CheckpointStore(folder / "run" / "checkpoints", keep=2))
     assert (checkpoint.step, checkpoint.ranks) == (4, 2)
     ranks = Ranks.open(timeout_s=30)
     try:

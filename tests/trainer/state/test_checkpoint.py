@@ -21,12 +21,13 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp
 from tests.virtual_clock import VirtualClock
 from torch.distributed.checkpoint import filesystem
-from trainer_support import BATCHES, save, train_one
+from trainer_support import BATCHES, newest, save, train_one
 
 from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.state.checkpoint import CheckpointStore, RecentBatches, save_timeout_s
 from penstock.trainer.state.hashed_files import HashingWriter
+from penstock.trainer.state.restore import newest_whole
 from penstock.transfer_queue import DataCursor
 
 pytestmark = pytest.mark.torch
@@ -51,8 +52,7 @@ def test_the_step_after_a_restore_is_bitwise_the_same(
     save(engine, ranks, store, 1, cursor=DataCursor(2, 17))
     random = torch.rand(3)
     expected = train_one(engine, ranks, 1)
-    found = store.newest()
-    assert found is not None
+    found = newest(store)
     assert (found.step, found.data_cursor, found.ranks, found.batches) == (1, DataCursor(2, 17), 1, BATCHES)
     other = FSDPEngine(tiny_model, config, ranks)
     other.load(found.path, found.ranks)
@@ -76,8 +76,7 @@ def test_moments_of_an_optimizer_without_kernels_go_on_with_them(
     for name, tensor in train_one(fused, ranks, 0).items():
         torch.testing.assert_close(tensor, before[name], atol=1e-5, rtol=0, msg=name)
     save(plain, ranks, store, 1)
-    found = store.newest()
-    assert found is not None
+    found = newest(store)
     fused.load(found.path, found.ranks)
     for one in (fused.optimizer, fused.critic.optimizer):
         assert [group["fused"] for group in one.param_groups] == [True]
@@ -148,7 +147,7 @@ def test_a_file_that_is_not_as_its_writer_left_it_is_not_sealed(
         file.unlink()
     with pytest.raises(OSError, match=r"__0_0\.distcp"):
         store.seal(1, DataCursor(), 1, {})
-    assert store.newest() is None
+    assert newest_whole(store, ranks) is None
 
 
 def test_a_save_has_time_for_its_bytes_and_for_its_version() -> None:
@@ -169,8 +168,7 @@ def test_a_damaged_marker_is_seen(
         "batches": lambda: marker.write_text(marker.read_text().replace("train/7#0", "train/8#0")),
     }
     actions[damage]()
-    found = store.newest()
-    assert found is not None
+    found = newest(store)
     assert found.step == 1
     assert "step_00000002 is damaged" in caplog.text
     assert (store.folder / "step_00000002.damaged").exists()
@@ -200,8 +198,7 @@ def test_whatever_happens_to_one_file_the_state_is_right_or_the_one_before(
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(Path(folder) / "checkpoints", keep=2)
         shutil.copytree(two_checkpoints, store.folder)
-        whole = store.newest()
-        assert whole is not None
+        whole = newest(store)
         files = sorted(path for path in whole.path.iterdir() if path.is_file())
         victim = draws.draw(st.sampled_from(files), label="file")
         data = bytearray(victim.read_bytes())
@@ -218,8 +215,7 @@ def test_whatever_happens_to_one_file_the_state_is_right_or_the_one_before(
             victim.unlink()
         else:
             victim.write_bytes(damaged[kind])
-        found = store.newest()
-        assert found is not None
+        found = newest(store)
         same_bytes = victim.exists() and victim.read_bytes() == data
         assert found == whole if same_bytes else found.step == 1 or found == whole
         if victim.name != "complete" and not same_bytes:
@@ -258,8 +254,7 @@ def test_a_power_cut_at_every_moment_of_a_seal_leaves_a_whole_checkpoint(
         store.seal(3, DataCursor(3, 5), 1, BATCHES)
     monkeypatch.undo()
     store.open()
-    found = store.newest()
-    assert found is not None
+    found = newest(store)
     assert found.data_cursor == DataCursor(found.step, 5)
     assert not list(folder.glob("*.tmp"))
     assert not list(folder.glob("*.damaged"))

@@ -13,7 +13,7 @@ pytest.importorskip("peft")
 
 from safetensors.torch import load_file
 from tests.tiny_model import save_tiny_model
-from trainer_support import make_job, one_pack, save, train_one
+from trainer_support import make_job, newest, one_pack, save, train_one
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer import BadJob, Ranks, TrainerConfig, train
@@ -156,7 +156,6 @@ def test_a_checkpoint_holds_the_adapter_alone_and_the_next_step_is_bitwise_the_s
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     assert {name.split(".")[-3] for name in saved if name.startswith("model.")} == {"lora_A", "lora_B"}
     expected = train_one(engine, ranks, 1)
-    other, found = FSDPEngine(tiny_model, CONFIG, ranks), store.newest()
-    assert found is not None
+    other, found = FSDPEngine(tiny_model, CONFIG, ranks), newest(store)
     other.load(found.path, found.ranks)
     assert not changed(expected, train_one(other, ranks, 1))

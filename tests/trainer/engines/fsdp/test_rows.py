@@ -21,6 +21,7 @@ import transformers
 from scripts.model_table.families import FAMILIES, Family
 from scripts.model_table.trying import SAME, gaps, tiny_rows
 from tests.tiny_model import SHAPE
+from trainer_support import newest
 
 from penstock.trainer import BadJob, Ranks, TrainerConfig, pack_rows
 from penstock.trainer.engines.fsdp import FSDPEngine, load_policy
@@ -221,8 +222,7 @@ def test_a_checkpoint_restores_weights_and_moments(tmp_path: Path, ranks: Ranks,
     step(first)
     first.begin_save(store.unfinished(1)).result(timeout=60)
     store.seal(1, DataCursor(), ranks.world, {})
-    found = store.newest()
-    assert found is not None
+    found = newest(store)
     second.load(found.path, found.ranks)
     step(first)
     step(second)

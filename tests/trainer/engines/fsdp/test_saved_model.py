@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file
 from tests.tiny_model import save_tiny_model
-from trainer_support import one_pack, save, train_one
+from trainer_support import newest, one_pack, save, train_one
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer import Ranks, TrainerConfig
@@ -57,8 +57,7 @@ def test_a_mixture_resumes_from_its_checkpoint(mixture: str, tmp_path: Path, ran
     train_one(engine, ranks, 0)
     save(engine, ranks, store, 1)
     expected = train_one(engine, ranks, 1)
-    other, found = FSDPEngine(mixture, CONFIG, ranks), store.newest()
-    assert found is not None
+    other, found = FSDPEngine(mixture, CONFIG, ranks), newest(store)
     other.load(found.path, found.ranks)
     again = train_one(other, ranks, 1)
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())

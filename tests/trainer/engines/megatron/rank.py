@@ -34,7 +34,7 @@ from mbridge.core.safetensor_io import SafeTensorIO
 from parallel_ranks import become_ranks, check_stream
 from replayed_rows import DIVISOR, SETTINGS, by_row, packs_of, told_rows, weighted
 from safetensors.torch import save_file
-from trainer_support import make_job, make_trajectory
+from trainer_support import make_job, make_trajectory, newest
 
 from benchmarks.support.meter import Meter
 from penstock.common import die_with_parent
@@ -111,8 +111,7 @@ def next_step(folder: Path, model: str, settings: dict[str, Any]) -> None:
     """Step 2 from that checkpoint."""
 
     def step(engine: MegatronEngine, ranks: Ranks) -> None:
-        found = CheckpointStore(folder.parent / "checkpoints", keep=2).newest()
-        assert found is not None
+        found = newest(CheckpointStore(folder.parent / "checkpoints", keep=2))
         engine.load(found.path, found.ranks)
         write_held_bytes(folder / f"held_{ranks.rank}.json", engine, found.path / "weights")
         keep(folder / "saved.safetensors", engine, ranks)
