@@ -35,6 +35,7 @@ from .files.file_format import checksum as checksum
 from .files.file_format import dtype_name as dtype_name
 from .files.file_format import host_copy as host_copy
 from .files.file_reader import open_published as open_published
+from .files.file_reader import stored_tensors as stored_tensors
 from .files.hub_names import HubNames as HubNames
 from .files.hub_names import UnmappedTensors as UnmappedTensors
 from .files.mapped_version import MappedVersion as MappedVersion

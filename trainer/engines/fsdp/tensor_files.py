@@ -21,18 +21,13 @@ import torch
 from torch import Tensor
 
 from penstock.trainer.job import BadJob
+from penstock.weight_sync import stored_tensors
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PIECE_BYTES = 4 << 20
 MOST_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-CODES = {
-    **DTYPES,
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +127,9 @@ def _places(file: Path) -> Iterator[tuple[str, TensorPlace]]:
     try:
         described: dict[str, Any] = json.loads(header)
         described.pop("__metadata__", None)
-        for name, entry in described.items():
-            yield name, _place(file, entry, 8 + length, size)
+        offset = 8 + length
+        for stored in stored_tensors(described, size - offset):
+            yield stored.name, TensorPlace(file, stored.dtype, stored.shape, offset)
+            offset += stored.nbytes
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadJob(f"the header of {file} cannot be read: {error!r}; download the model again") from error
-
-
-def _place(file: Path, entry: Mapping[str, Any], base: int, size: int) -> TensorPlace:
-    """Raises `ValueError`, `KeyError` for what is not an entry of this file."""
-    begin, end = entry["data_offsets"]
-    shape, dtype = tuple(int(part) for part in entry["shape"]), CODES[entry["dtype"]]
-    if begin < 0 or base + end > size or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"bytes {begin} to {end} of {size - base} for shape {list(shape)}")
-    return TensorPlace(file, dtype, shape, base + begin)
