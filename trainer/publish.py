@@ -211,31 +211,19 @@ class Publisher(BackgroundWork):
             f", with the weights here: step {version} is passed" if passed else "",
         )
 
-    async def _written(self, version: int, weights: list[tuple[str, Tensor]], files: WeightFiles) -> Manifest:
-        """Raises `PublishTimeout`; the version is not announced then."""
-        settings = self._engine.adapter_settings
-
-        def write() -> Manifest:
-            if settings is None:
-                return files.write(version, _released(weights))
-            return files.write_adapter(version, _released(weights), settings)
-
-        return await self._in_time(version, files, write)
-
-    async def _written_from_ranks(self, version: int, source: WeightSource, files: WeightFiles) -> Manifest:
-        """Raises `PublishTimeout`; the version is not announced then."""
-        return await self._in_time(version, files, lambda: files.write_from_ranks(version, source))
-
     async def _broadcast(self, version: int, source: WeightSource, files: WeightFiles) -> Manifest:
         """To the servers that wait. Raises `PublishTimeout`; the version is not announced then."""
         expected = sum(server.accepting and not server.evaluates for server in await self._queue.servers())
         sending = files.begin_broadcast(version, source.tensors, source.sizes)
-        return await self._in_time(version, files, lambda: files.write_broadcast(version, source, sending, expected))
+        return await self._in_time(
+            version, lambda files: files.write_broadcast(version, source, sending, expected), files
+        )
 
-    async def _in_time(self, version: int, files: WeightFiles, write: Callable[[], Manifest]) -> Manifest:
+    async def _in_time(self, version: int, write: Callable[[WeightFiles], Manifest], files: WeightFiles) -> Manifest:
+        """Raises `PublishTimeout`; the version is not announced then."""
         try:
             async with asyncio.timeout(self._write_timeout_s):
-                return await _in_daemon_thread(write, f"write version {version}")
+                return await _in_daemon_thread(partial(write, files), f"write version {version}")
         except TimeoutError:
             raise PublishTimeout(
                 f"version {version} was not written to {files.directory} within {self._write_timeout_s:g} s: the disk "
@@ -248,14 +236,19 @@ class Publisher(BackgroundWork):
 
         Under LoRA the adapter's alone, in float32: servers round once, when they add it to the model's own.
         """
-        if self._engine.adapter_settings is not None:
-            return partial(self._written, version, list(self._engine.adapter_weights()))
-        if self._source is None:
-            return partial(self._written, version, list(self._engine.weights(self._dtype)))
+        settings, source = self._engine.adapter_settings, self._source
+        if settings is not None:
+            adapter = list(self._engine.adapter_weights())
+            return partial(self._in_time, version, lambda files: files.write_adapter(version, adapter, settings))
+        if source is None:
+            weights = _released(list(self._engine.weights(self._dtype)))
+            return partial(self._in_time, version, lambda files: files.write(version, weights))
         # Rank 0 comes here once the version before is out: before that no rank may release its copies of it.
         self._ranks.meet()
-        self._source.take(version, self._shards())
-        return partial(self._broadcast if self._broadcasts else self._written_from_ranks, version, self._source)
+        source.take(version, self._shards())
+        if self._broadcasts:
+            return partial(self._broadcast, version, source)
+        return partial(self._in_time, version, lambda files: files.write_from_ranks(version, source))
 
     def _shards(self) -> Iterable[Shard]:
         """Yield the shards of this rank."""

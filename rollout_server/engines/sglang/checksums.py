@@ -45,11 +45,11 @@ def expected_checksums(
     from penstock.rollout_server.engines.verify_loaded import parts_of
 
     kind: torch.dtype = getattr(torch, dtype)
-    checksum = device_checksum if on_device else _start_of_sha256
 
     def checksum_of(parts: list[str]) -> str:
         rows = torch.cat([tensors[part].to(kind) for part in parts])
-        return checksum(rows.detach().reshape(-1).view(torch.uint8).numpy())
+        data = rows.detach().reshape(-1).view(torch.uint8).numpy()
+        return device_checksum(data) if on_device else hashlib.sha256(data.data).hexdigest()[:16]
 
     parts = {name: [part for part in parts_of(name) if part in tensors] for name in names}
     parts = {name: present for name, present in parts.items() if present}
@@ -70,10 +70,6 @@ def folder_tensors(model: str) -> dict[str, Any]:
     for path in sorted(Path(model).glob("*.safetensors")):
         tensors.update(load_file(path))
     return tensors
-
-
-def _start_of_sha256(data: NDArray[np.uint8]) -> str:
-    return hashlib.sha256(data.data).hexdigest()[:16]
 
 
 def device_checksum(data: NDArray[np.uint8]) -> str:

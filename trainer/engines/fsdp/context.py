@@ -76,6 +76,9 @@ class ContextGroup:
         experts = pack.experts
         if experts is not None:
             experts = torch.cat([experts, experts.new_zeros(len(ids) - len(experts), *experts.shape[1:])])[own]
+        forks = pack.forks
+        if forks is not None:  # the run that fills the pack up begins a row
+            forks = torch.nn.functional.pad(forks, (0, len(run_lengths) - len(forks)), value=-1)
         return PackPart(
             ids[own],
             positions[own],
@@ -85,7 +88,7 @@ class ContextGroup:
             run_lengths,
             counts,
             order,
-            forks=_filled_forks(pack.forks, len(run_lengths)),
+            forks=forks,
             experts=experts,
             top_ids=None if pack.top_ids is None else pack.top_ids[mine],
         )
@@ -142,11 +145,6 @@ def _filled(pack: Pack, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     positions = torch.cat([pack.positions, torch.arange(missing, device=pack.positions.device)])
     bounds = torch.cat([pack.row_bounds, pack.row_bounds.new_tensor([length])])
     return ids, positions, bounds, torch.cat([pack.run_lengths, pack.run_lengths.new_tensor([missing])])
-
-
-def _filled_forks(forks: Tensor | None, runs: int) -> Tensor | None:
-    """Forks of `runs` runs: the one that fills the pack up begins a row."""
-    return None if forks is None else torch.nn.functional.pad(forks, (0, runs - len(forks)), value=-1)
 
 
 class Exchange(torch.autograd.Function):

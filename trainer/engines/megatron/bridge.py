@@ -136,7 +136,11 @@ def _sent_instead(value_of: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
     send = bridge.broadcast_from_megatron_pp
 
     def send_value(tensor: Tensor | None) -> Tensor:
-        value = _stand_in(tensor, value_of(tensor)) if isinstance(tensor, nn.Parameter) else tensor
+        value = tensor
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value_of(tensor), requires_grad=False)
+            # megatron's notes: the dimension of its split, and whether it is an expert's
+            vars(value).update(vars(tensor))
         sent: Tensor = send(value)
         return sent
 
@@ -201,14 +205,6 @@ def _merged_but_experts(merge: Callable[[str, list[Tensor], Tensor], Tensor]) ->
         return weights[0] if ".mlp.experts." in name else merge(name, weights, parameter)
 
     return merged
-
-
-def _stand_in(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """Return a parameter of `value` with megatron's notes on `parameter`: the dimension of its split, and whether it is
-    an expert's."""
-    stand_in = nn.Parameter(value, requires_grad=False)
-    vars(stand_in).update(vars(parameter))
-    return stand_in
 
 
 def _open(hf_config: Any, dtype: torch.dtype, model: str) -> Any:
