@@ -182,17 +182,6 @@ async def test_updater_two_versions_late_for_a_minute_is_a_straggler(clock: Virt
     assert await server.updater.straggles() == "", "one version is not far"
 
 
-async def test_updater_asks_again_after_a_second(clock: VirtualClock) -> None:
-    server = Server(WeightsUnreachable("no route"))
-    await server.pull(1)
-    clock.now += 0.75
-    await server.pull()
-    assert server.engine.asked == [1]
-    clock.now += 0.25
-    await server.pull()
-    assert server.engine.asked == [1, 1]
-
-
 async def test_updater_loads_what_is_announced_once() -> None:
     server = Server()
     assert await server.pull() is True, "nothing is announced: the model's own weights are the newest"
@@ -302,17 +291,20 @@ async def test_updater_says_what_it_refused_and_tries_it_once() -> None:
     assert [load.outcome for load in status.history] == ["refused", "loaded"]
 
 
-async def test_updater_asks_later_for_what_it_did_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.weight_sync.updater.RETRY_FETCH_S", 3600.0)
+async def test_updater_asks_a_second_later_for_what_it_did_not_reach(clock: VirtualClock) -> None:
     server = Server(WeightsUnreachable("no route"))
-    for _ in range(2):
-        assert await server.pull(1) is False
+    assert await server.pull(1) is False
+    clock.now += 0.75
+    assert await server.pull() is False
     assert server.engine.asked == [1]
+    clock.now += 0.25
+    await server.pull()
+    assert server.engine.asked == [1, 1]
     server.updater.try_again()
     await server.pull()
     server.updater.begin(0)
     await server.pull()
-    assert server.engine.asked == [1, 1, 1]
+    assert server.engine.asked == [1, 1, 1, 1]
     status = server.updater.status()
     assert (status.refused, server.metrics.refusals) == (None, 0)
     assert [load.outcome for load in status.history] == ["unreachable"] * 2, "once per engine and cause"
