@@ -40,12 +40,6 @@ class LogNormal(BaseModel):
         return uncut * normal.cdf(cut - self.sigma) + self.longest * (1 - normal.cdf(cut))
 
 
-def reaching(longest: float, draws: int, sigma: float) -> LogNormal:
-    """The distribution of which one in `draws` is expected to reach `longest`: its (1 − 1/draws)-quantile is there."""
-    z = NormalDist().inv_cdf(1 - 1 / max(2, draws))
-    return LogNormal(median=longest * math.exp(-sigma * z), sigma=sigma, longest=longest)
-
-
 STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 
 

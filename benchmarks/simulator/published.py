@@ -7,13 +7,12 @@ the datasheet's decode times from its generation time. Nothing of the asynchrono
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import NormalDist
 
-from benchmarks.simulator.stated import Case
-from penstock.simulator.config import Rollout, Simulation, Trainer, Weights, Work, reaching
-from penstock.simulator.episodes import draw, trained_tokens
-from penstock.simulator.hardware import (
+from benchmarks.simulator.hardware import (
     MACHINES,
     MODELS,
     gradient_exchange_s,
@@ -22,8 +21,11 @@ from penstock.simulator.hardware import (
     token_s,
     token_s_per_sequence,
 )
+from benchmarks.simulator.rates import planned
+from benchmarks.simulator.stated import Case
+from penstock.simulator.config import LogNormal, Rollout, Simulation, Trainer, Weights, Work
+from penstock.simulator.episodes import draw, trained_tokens
 from penstock.simulator.pipeline import simulate, slowest_ranks
-from penstock.simulator.rates import planned
 from penstock.simulator.result import Result
 
 SIGMA = 1.0
@@ -183,6 +185,12 @@ class Calibration:
             steps=CALIBRATION_STEPS,
             warmup=0,
         )
+
+
+def reaching(longest: float, draws: int, sigma: float) -> LogNormal:
+    """The distribution of which one in `draws` is expected to reach `longest`: its (1 − 1/draws)-quantile is there."""
+    z = NormalDist().inv_cdf(1 - 1 / max(2, draws))
+    return LogNormal(median=longest * math.exp(-sigma * z), sigma=sigma, longest=longest)
 
 
 def host_bytes_per_s(case: Case) -> float:

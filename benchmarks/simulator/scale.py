@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from penstock.simulator.config import LogNormal, Rollout, Simulation, Trainer, Weights, Work
-from penstock.simulator.hardware import MACHINES, MODELS, Model, gradient_exchange_s, token_s, token_s_per_sequence
-from penstock.simulator.pipeline import simulate
-from penstock.simulator.rates import (
+from benchmarks.simulator.hardware import MACHINES, MODELS, Model, gradient_exchange_s, token_s, token_s_per_sequence
+from benchmarks.simulator.rates import (
     MEASURED,
     MEASURED_AT,
     PAUSE_P50_S,
@@ -23,6 +21,8 @@ from penstock.simulator.rates import (
     PLAN_INPUTS,
     planned,
 )
+from penstock.simulator.config import LogNormal, Rollout, Simulation, Trainer, Weights, Work
+from penstock.simulator.pipeline import simulate
 from penstock.simulator.result import Result
 
 MACHINE = MACHINES["H100"]

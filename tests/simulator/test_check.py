@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from benchmarks.predictions import measure
+from benchmarks.simulator.hardware import HOST_BYTES_PER_S
 from benchmarks.simulator.local import local_case, predicted
 from benchmarks.simulator.page import WITHIN_LOCAL, WITHIN_PUBLISHED, checked_tables, tables_in
 from benchmarks.simulator.published import HOST_RATE_CASE, Calibration, host_bytes_per_s
 from benchmarks.simulator.stated import Case, cases
 from penstock.simulator import simulate
-from penstock.simulator.hardware import HOST_BYTES_PER_S
 from penstock.simulator.measured import calibrate
 
 

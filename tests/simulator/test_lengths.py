@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from tests.simulator.conftest import cluster
 
-from penstock.simulator.config import LogNormal, reaching
+from benchmarks.simulator.published import reaching
+from penstock.simulator.config import LogNormal
 from penstock.simulator.pipeline import slowest_ranks, train_s
 
 

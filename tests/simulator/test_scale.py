@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulator.hardware import MODELS, Machine, Model, gradient_exchange_s, token_s, token_s_per_sequence
 from benchmarks.simulator.page import tables_in
+from benchmarks.simulator.rates import MEASURED, PLAN_INPUTS
 from benchmarks.simulator.scale import (
     MAX_STALENESS,
     PLANS,
@@ -19,8 +21,6 @@ from benchmarks.simulator.scale import (
     queue_operations_per_s,
     setup,
 )
-from penstock.simulator.hardware import MODELS, Machine, Model, gradient_exchange_s, token_s, token_s_per_sequence
-from penstock.simulator.rates import MEASURED, PLAN_INPUTS
 
 ROOT = Path(__file__).parents[2]
 SCALE, _, SIMULATOR = (ROOT / "docs/how/scale.md").read_text().partition("\n## Simulate a cluster")
