@@ -39,7 +39,6 @@ def from_verl(
 
     Example: penstock config from-verl run_grpo.sh trainer.total_training_steps=100 --out recipe.yaml
     """
-    from penstock.deploy.frameworks.table import load_table
     from penstock.deploy.migrate.convert import migrate
     from penstock.deploy.migrate.source import BadSource, read_source
 
@@ -51,7 +50,7 @@ def from_verl(
     if "=" in source.name and not source.exists():
         words, source = [str(source), *words], None  # without a file the first word is an override already
     with user_errors(BadSource):
-        migration = migrate(read_source(source, words), load_table("verl"))
+        migration = migrate(read_source(source, words))
         migration.check()
         if not migration.account.mapped:
             raise BadSource(f"{source or ' '.join(words)}: no setting of verl that a recipe has")

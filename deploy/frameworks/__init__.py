@@ -1,1 +1,1 @@
-"""Names of other frameworks' settings and ours, as data (`names/`): for conversions and for unknown settings."""
+"""Names of verl's settings and ours, as data (`names/`): for conversions and for unknown settings."""

@@ -1,7 +1,7 @@
-"""Names of another framework's settings and ours, read from `names/`; a page renders the same rows.
+"""Names of verl's settings and ours, read from `names/`; a page renders the same rows.
 
-`names/NAME.yaml` has the rows, `names/NAME.txt` every setting that the framework itself has, one a line: a row with a
-``*`` must not excuse a setting that is none.
+`names/verl.yaml` has the rows, `names/verl.txt` every setting that verl itself has, one a line: a row with a ``*`` must
+not excuse a setting that is none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FOLDER = Path(__file__).with_name("names")
 ABSENT = "absent"
-"""Default of a setting that its framework gives no value."""
+"""Default of a setting that verl gives no value."""
 
 
 class Name(BaseModel):
@@ -47,31 +47,31 @@ class Name(BaseModel):
 
 
 class Table(BaseModel):
-    """All rows of one framework. The first that fits a key holds."""
+    """All rows. The first that fits a key holds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    source: str = Field(description="The framework and its version.")
+    source: str = Field(description="verl and its version.")
     names: list[Name]
-    known: frozenset[str] = Field(frozenset(), description="Every setting that the framework has.")
+    known: frozenset[str] = Field(frozenset(), description="Every setting that verl has.")
 
     def find(self, key: str) -> Name | None:
         return next((name for name in self.names if name.names(key)), None)
 
     def knows(self, key: str) -> bool:
-        """The framework has this setting, or a row names it to its end."""
+        """verl has this setting, or a row names it to its end."""
         return key in self.known or any(name.names(key) and not name.theirs.endswith("*") for name in self.names)
 
     def default(self, key: str) -> Any:
-        """The framework's default for `key`; None if it has none."""
+        """verl's default for `key`; None if it has none."""
         entry = self.find(key)
         return None if entry is None or entry.default == ABSENT else entry.default
 
 
 @lru_cache
-def load_table(framework: str) -> Table:
-    rows = yaml.safe_load((FOLDER / f"{framework}.yaml").read_text(encoding="utf-8"))
-    known = (FOLDER / f"{framework}.txt").read_text(encoding="utf-8").split()
+def verl_table() -> Table:
+    rows = yaml.safe_load((FOLDER / "verl.yaml").read_text(encoding="utf-8"))
+    known = (FOLDER / "verl.txt").read_text(encoding="utf-8").split()
     return Table.model_validate({**rows, "known": known})
 
 
@@ -80,7 +80,7 @@ def verl_hint(key: str, value: Any) -> str:
 
     `value` of a section has the keys below `key`.
     """
-    table = load_table("verl")
+    table = verl_table()
     rows = {one: name for one in _below(key, value) if (name := table.find(one)) is not None}
     known = {one: name for one, name in rows.items() if name.kind == "copy" or table.knows(one)}
     if not known:

@@ -33,12 +33,8 @@ LOSSES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
     "kl_cov": ("kl_cov", {"share": ("policy_loss.kl_cov_ratio",), "kl_weight": ("policy_loss.ppo_kl_coef",)}),
 }
 """verl's loss → ours, and its settings: our name → verl's below actor, of which the first that is given counts."""
-MEANS_OF_SEQUENCES = ("gspo", "sapo")
-"""Losses that verl aggregates as seq-mean-token-mean, without regard to loss_agg_mode."""
 LEVELS = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
 """verl's rejections by a ratio → the level of ours."""
-SCORE_METRICS = (None, "reward", "score", "seq_reward", "seq_final_reward")
-"""Metrics of verl's filter of groups that are the reward which decides here."""
 ADVANTAGES = ("gae", "grpo", "rloo", "opo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
@@ -133,7 +129,7 @@ def _loss_mode(verl: VerlSettings) -> str:
 
 def aggregation(verl: VerlSettings) -> Iterator[Setting]:
     mode, loss_mode = verl[f"{ACTOR}.loss_agg_mode"], _loss_mode(verl)
-    if loss_mode in MEANS_OF_SEQUENCES:
+    if loss_mode in ("gspo", "sapo"):  # without regard to loss_agg_mode
         mode = "seq-mean-token-mean"
         for key in ("loss_agg_mode", "loss_scale_factor"):
             verl.leave(f"{ACTOR}.{key}", f"verl's {loss_mode} always takes the mean of sequences' means: episode_mean")
@@ -258,7 +254,7 @@ def filters(verl: VerlSettings) -> Iterator[Setting]:
         batches = int(verl["algorithm.filter_groups.max_num_gen_batches"] or 0)
         yield "transfer_queue.max_filtered_steps", -(-batches * generated // verl.groups_per_step)
         metric = verl["algorithm.filter_groups.metric"]
-        if metric not in SCORE_METRICS:
+        if metric not in (None, "reward", "score", "seq_reward", "seq_final_reward"):  # the reward that decides here
             verl.lose(
                 "algorithm.filter_groups.metric",
                 f"groups of equal scores are left out here: have the reward return {metric} as its score",

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from penstock.deploy.config import RunConfig, parse_config
-from penstock.deploy.frameworks.table import Name, Table
+from penstock.deploy.frameworks.table import Table, verl_table
 from penstock.deploy.migrate.algorithm_rules import ALGORITHM_RULES
 from penstock.deploy.migrate.run_rules import RUN_RULES
 from penstock.deploy.migrate.script import COMMAND
@@ -63,14 +63,27 @@ class Migration:
         return parse_config({**self.recipe, **({"tools": []} if elsewhere else {})}, source="the recipe that was made")
 
 
-def migrate(given: GivenSettings, table: Table) -> Migration:
-    """Convert settings to a recipe. Settings that are not given have the framework's defaults, not ours.
+def migrate(given: GivenSettings) -> Migration:
+    """Convert settings to a recipe. Settings that are not given have verl's defaults, not ours.
 
     Raises `BadSource` where a value that must be a number is none.
     """
-    account = KeyAccount()
+    table, account = verl_table(), KeyAccount()
     notes = list(given.notes)
-    flat = dict(_readable(given.values, table, account, notes))
+    flat: dict[str, Any] = {}
+    for key, text in given.values.items():
+        value = COMMAND.sub("", text) if key == "trainer.experiment_name" and isinstance(text, str) else text
+        if value != text:
+            notes.append(f"{key}={text}: what a command of the script makes is left out of the name")
+        if isinstance(value, str) and COMMAND.search(value):
+            why = f"a command of the script makes it, which is not run: give {key}=VALUE"
+            account.unmapped.append(Unmapped(key, value, why))
+            continue
+        if isinstance(value, str) and "$" in value and table.knows(key) and isinstance(table.default(key), int | float):
+            raise BadSource(f"{key}={value}: its variable is not set: give {key}=NUMBER")
+        if re.search(r"\$\{?\w", str(value)) and table.knows(key):
+            notes.append(f"{key}={value}: its variable is not set: give {key}=VALUE, or correct it in the recipe")
+        flat[key] = value
     settings = dict(_defaults(flat, table))
     for key, value in flat.items():
         _enter(key, value, table, account, settings)
@@ -98,26 +111,6 @@ def _settle(verl: VerlSettings, account: KeyAccount) -> Iterator[str]:
             yield f"{key}={verl[key]} is verl's default: {why}"
 
 
-def _readable(
-    flat: Mapping[str, Any], table: Table, account: KeyAccount, notes: list[str]
-) -> Iterator[tuple[str, Any]]:
-    """The keys whose values stand in the file; a text in which a variable is left is noted. Raises `BadSource` where a
-    number does not stand there."""
-    for key, text in flat.items():
-        value = COMMAND.sub("", text) if key == "trainer.experiment_name" and isinstance(text, str) else text
-        if value != text:
-            notes.append(f"{key}={text}: what a command of the script makes is left out of the name")
-        if isinstance(value, str) and COMMAND.search(value):
-            why = f"a command of the script makes it, which is not run: give {key}=VALUE"
-            account.unmapped.append(Unmapped(key, value, why))
-            continue
-        if isinstance(value, str) and "$" in value and table.knows(key) and isinstance(table.default(key), int | float):
-            raise BadSource(f"{key}={value}: its variable is not set: give {key}=NUMBER")
-        if re.search(r"\$\{?\w", str(value)) and table.knows(key):
-            notes.append(f"{key}={value}: its variable is not set: give {key}=VALUE, or correct it in the recipe")
-        yield key, value
-
-
 def _enter(key: str, value: Any, table: Table, account: KeyAccount, settings: dict[str, Any]) -> None:
     name = table.find(key)
     if name is None or (name.kind == "always" and not table.knows(key)):
@@ -130,18 +123,12 @@ def _enter(key: str, value: Any, table: Table, account: KeyAccount, settings: di
         account.mapped[key] = name.ours
     elif value is None or value == {}:
         account.ignored[key] = "not set"
+    elif name.values and value not in name.values:
+        why = f"{name.ours} is one of {', '.join(map(str, name.values.values()))}"
+        account.unmapped.append(Unmapped(key, value, why))
     else:
-        _copy(name, key, value, account, settings)
-
-
-def _copy(name: Name, key: str, value: Any, account: KeyAccount, settings: dict[str, Any]) -> None:
-    if name.values and value not in name.values:
-        account.unmapped.append(
-            Unmapped(key, value, f"{name.ours} is one of {', '.join(map(str, name.values.values()))}")
-        )
-        return
-    settings[name.our_key(key)] = name.values.get(value, value) if name.values else value
-    account.mapped[key] = name.our_key(key)
+        settings[name.our_key(key)] = name.values[value] if name.values else value
+        account.mapped[key] = name.our_key(key)
 
 
 def _defaults(flat: Mapping[str, Any], table: Table) -> dict[str, Any]:

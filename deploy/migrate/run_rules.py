@@ -20,10 +20,7 @@ SLOW_TOKEN_S = 0.1
 
 
 def leaving(verl: VerlSettings) -> Iterator[Setting]:
-    yield (
-        "name",
-        re.sub(r"[^A-Za-z0-9._-]+", "-", str(verl["trainer.experiment_name"])).strip("-._")[:64] or "run",
-    )
+    yield ("name", re.sub(r"[^A-Za-z0-9._-]+", "-", str(verl["trainer.experiment_name"])).strip("-._")[:64] or "run")
     save = int(verl["trainer.save_freq"] or -1)
     yield "trainer.checkpoint_every", save if save > 0 else 10
     if save <= 0 and verl.has("trainer.save_freq"):
@@ -201,7 +198,11 @@ def placement(verl: VerlSettings) -> Iterator[Setting]:
     """GPUs that train and GPUs that sample are other ones here; a colocated run's are halved."""
     trains = int(verl["trainer.nnodes"]) * int(verl["trainer.n_gpus_per_node"])
     per_server = tensor_of(verl) * int(verl[f"{ROLLOUT}.pipeline_model_parallel_size"])
-    samples = _own_rollout_gpus(verl)
+    samples: int | None = None  # GPUs of rollouts alone
+    for section in (ROLLOUT, "rollout"):
+        nodes, gpus = verl[f"{section}.nnodes"], verl[f"{section}.n_gpus_per_node"]
+        if nodes:
+            samples = int(nodes) * int(gpus or verl["trainer.n_gpus_per_node"])
     if verl.v1_mode == "colocate_async":
         yield "placement.colocated", True
         yield "trainer.ranks", trains
@@ -241,15 +242,6 @@ def _replicas(verl: VerlSettings, ranks: int) -> Iterator[Setting]:
         verl.lose(key, f"it does not divide trainer.ranks, {ranks}: all ranks share one set of weights")
 
 
-def _own_rollout_gpus(verl: VerlSettings) -> int | None:
-    """Return the GPUs of rollouts alone; None if rollouts share the trainer's GPUs."""
-    for section in ("rollout", ROLLOUT):
-        nodes, gpus = verl[f"{section}.nnodes"], verl[f"{section}.n_gpus_per_node"]
-        if nodes:
-            return int(nodes) * int(gpus or verl["trainer.n_gpus_per_node"])
-    return None
-
-
 def engine(verl: VerlSettings) -> Iterator[Setting]:
     strategy = _strategy(verl)
     fsdp = strategy in ("fsdp", "fsdp2")
@@ -277,7 +269,8 @@ def _strategy(verl: VerlSettings) -> str:
 def packs(verl: VerlSettings) -> Iterator[Setting]:
     """A pack is shared by the ranks of trainer.parallel.context; verl's number of tokens is that of each GPU."""
     by_tokens, tokens = bool(verl[f"{ACTOR}.use_dynamic_bsz"]), f"{ACTOR}.ppo_max_token_len_per_gpu"
-    rows = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1, f"{ACTOR}.ppo_micro_batch_size": _data_parallel(verl)}
+    parallel = max(1, int(verl["trainer.nnodes"]) * int(verl["trainer.n_gpus_per_node"]) // verl.context)
+    rows = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1, f"{ACTOR}.ppo_micro_batch_size": parallel}
     counts = [] if by_tokens else [key for key in rows if verl[key]]
     for key in set(rows) - set(counts[:1]):
         verl.leave(key, "use_dynamic_bsz: verl counts tokens" if by_tokens else "not used")
@@ -287,10 +280,6 @@ def packs(verl: VerlSettings) -> Iterator[Setting]:
     verl.leave(tokens, "without use_dynamic_bsz verl counts rows")
     per_gpu = max(1, int(verl[counts[0]]) // rows[counts[0]])
     yield "trainer.micro_batch_tokens", per_gpu * (int(verl["data.max_prompt_length"]) + verl.response)
-
-
-def _data_parallel(verl: VerlSettings) -> int:
-    return max(1, int(verl["trainer.nnodes"]) * int(verl["trainer.n_gpus_per_node"]) // verl.context)
 
 
 def lora(verl: VerlSettings) -> Iterator[Setting]:

@@ -6,6 +6,7 @@ files next to it. The YAML file that a script names (``--config-path``, ``--conf
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,14 @@ class GivenSettings:
 
 def read_source(source: Path | None, overrides: Sequence[str]) -> GivenSettings:
     """Overrides win over the file, later ones over earlier ones; ``~a.b`` takes a setting out. Raises `BadSource`."""
-    read = _of_file(source) if source else GivenSettings({})
+    read = GivenSettings({})
+    if source is not None:
+        try:
+            text = source.read_text(encoding="utf-8")
+        except OSError as error:
+            raise BadSource(f"{source}: {error.strerror}") from error
+        is_script = source.suffix in (".sh", ".bash")
+        read = _of_script(text, source) if is_script else GivenSettings(_of_yaml(text, source))
     flat = dict(read.values)
     for override in overrides:
         if override.startswith("~"):
@@ -53,19 +61,11 @@ def read_source(source: Path | None, overrides: Sequence[str]) -> GivenSettings:
         match = SETTING.fullmatch(override)
         if match is None:
             raise BadSource(f"override {override!r}: write it as a.b=value")
-        flat.update(_flattened(_value(match.group(2)), match.group(1)))
+        flat.update(_leaves(_value(match.group(2)), match.group(1)))
     return GivenSettings({key: _resolved(value, flat) for key, value in flat.items()}, read.notes)
 
 
 # files ----------------------------------------------------------------------------------------------------------------
-def _of_file(path: Path) -> GivenSettings:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadSource(f"{path}: {error.strerror}") from error
-    return _of_script(text, path) if path.suffix in (".sh", ".bash") else GivenSettings(_of_yaml(text, path))
-
-
 def _of_yaml(text: str, path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
@@ -77,7 +77,7 @@ def _of_yaml(text: str, path: Path) -> dict[str, Any]:
     for name in tree.pop("defaults", None) or ():  # hydra's list of the files that this one is laid over
         if isinstance(name, str) and name != "_self_":
             below |= _of_config([path.parent / f"{name}.yaml"], name) or {}
-    return below | _flattened(tree)
+    return below | dict(_leaves(tree))
 
 
 def _of_config(files: Sequence[Path], name: str) -> dict[str, Any] | None:
@@ -96,9 +96,17 @@ def _of_script(text: str, path: Path) -> GivenSettings:
         raise BadSource(f"{path}: {error}") from error
     if not texts:
         raise BadSource(f"{path}: it has no setting a.b=value of main_ppo")
-    settings = _named_config(texts.pop(CONFIG_PATH, ""), texts.pop(CONFIG_NAME, ""), path.resolve())
+    settings: dict[str, Any] = {}
+    folder, name = texts.pop(CONFIG_PATH, ""), texts.pop(CONFIG_NAME, "")
+    if name:
+        # A script is often started in a folder above its own: a path below the working directory is looked for there
+        # too.
+        file = Path.cwd() / folder / (name if name.endswith(".yaml") else f"{name}.yaml")
+        below = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+        named = _of_config([file, *(above / below for above in path.resolve().parents)], name)
+        settings = {CONFIG_NAME: str(file)} if named is None else dict(named)  # else an unknown key, which is reported
     for key, value in texts.items():
-        settings.update(_flattened(_value(value), key))
+        settings.update(_leaves(_value(value), key))
     values = ", ".join(f"{key}={value}" for key, value in script.uncertain.items())
     note = (
         f"from branches of {path.name} that may not run when you start it: {values} (check them, and append each "
@@ -107,25 +115,8 @@ def _of_script(text: str, path: Path) -> GivenSettings:
     return GivenSettings(settings, [*script.notes, *([note] if values else [])])
 
 
-def _named_config(folder: str, name: str, script: Path) -> dict[str, Any]:
-    """The settings of the YAML file that a script names; the name itself, as a setting, where there is no such file.
-
-    A script is often started in a folder above its own: a path below the working directory is looked for there too.
-    """
-    if not name:
-        return {}
-    file = Path.cwd() / folder / (name if name.endswith(".yaml") else f"{name}.yaml")
-    below = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    settings = _of_config([file, *(above / below for above in script.parents)], name)
-    return {CONFIG_NAME: str(file)} if settings is None else settings
-
-
 # values ---------------------------------------------------------------------------------------------------------------
-def _flattened(value: Any, prefix: str = "") -> dict[str, Any]:
-    return dict(_leaves(value, prefix))
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
@@ -139,14 +130,10 @@ def _value(text: str) -> Any:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return _number(value) if isinstance(value, str) else value
-
-
-def _number(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
 
 
 def _resolved(value: Any, flat: Mapping[str, Any]) -> Any:

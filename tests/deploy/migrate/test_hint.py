@@ -19,10 +19,7 @@ RECIPE = Path(__file__).parents[3] / "recipes/calculator.yaml"
         ("trainer.logger=wandb", "verl's trainer.logger is trainer.sinks here"),
         ("rollout.n=8", "verl's rollout.n is group_size here"),
         ("algorithm.adv_estimator=grpo", "verl's algorithm.adv_estimator is trainer.advantage here"),
-        (
-            "actor_rollout_ref.actor.optim.lr=1e-6",
-            "verl's actor_rollout_ref.actor.optim.lr is trainer.lr here",
-        ),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "verl's actor_rollout_ref.actor.optim.lr is trainer.lr here"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=1", "is rollout.vllm_args.seed here"),
         ("trainer.resume_mode=auto", "a setting of verl: `penstock config from-verl`"),
         (

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from penstock.deploy.frameworks.table import load_table
 from penstock.deploy.migrate.convert import migrate
 from penstock.deploy.migrate.source import BadSource, read_source
 
@@ -68,7 +67,7 @@ def test_settings_of_branches_are_named(tmp_path: Path, script: str, values: dic
     words = "from branches of run.sh that may not run when you start it: "
     assert [note.partition(" (")[0] for note in source.notes] == [words + one for one in uncertain]
     assert all("append each that differs" in note for note in source.notes)
-    assert all(f"# {note}" in migrate(source, load_table("verl")).yaml() for note in source.notes)
+    assert all(f"# {note}" in migrate(source).yaml() for note in source.notes)
 
 
 GPUS = "trainer.n_gpus_per_node"
@@ -136,7 +135,7 @@ def test_the_yaml_that_a_script_names_is_read(
 
 def test_a_yaml_that_is_not_there_is_told(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"{LAUNCH} --config-path=/no/folder --config-name=mine {N}=8\n")
-    (lost,) = migrate(read_source(tmp_path / "run.sh", ()), load_table("verl")).account.unmapped
+    (lost,) = migrate(read_source(tmp_path / "run.sh", ())).account.unmapped
     assert (lost.key, lost.value, "give the YAML as FILE" in lost.why) == (
         "--config-name",
         "/no/folder/mine.yaml",

@@ -11,7 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from penstock.deploy import RunConfig, app, load_config
-from penstock.deploy.frameworks.table import ABSENT, load_table
+from penstock.deploy.frameworks.table import ABSENT, verl_table
 from penstock.deploy.migrate.convert import Migration, migrate
 from penstock.deploy.migrate.source import BadSource, GivenSettings, read_source
 
@@ -27,7 +27,7 @@ SHORT = ("data.train_files=train.parquet", "trainer.total_training_steps=10", "a
 
 
 def made(*overrides: str) -> Migration:
-    return migrate(read_source(None, [*SHORT, *overrides]), load_table("verl"))
+    return migrate(read_source(None, [*SHORT, *overrides]))
 
 
 def recipe(*overrides: str) -> RunConfig:
@@ -43,7 +43,7 @@ def assert_nothing_lost(given: GivenSettings, migrated: Migration) -> None:
 
 # the table --------------------------------------------------------------------------------------------------------
 def test_every_name_of_ours_is_a_key() -> None:
-    for name in load_table("verl").names:
+    for name in verl_table().names:
         if not name.ours:
             continue
         node: Any = RunConfig
@@ -55,7 +55,7 @@ def test_every_name_of_ours_is_a_key() -> None:
 
 
 def test_every_saved_name_of_verls_is_known() -> None:
-    table = load_table("verl")
+    table = verl_table()
     assert len(table.known) > 400
     assert [key for key in sorted(table.known) if table.find(key) is None] == []
 
@@ -66,7 +66,7 @@ def test_verls_own_defaults_are_known_and_lose_nothing(kind: str) -> None:
     if not REAL[kind].is_file():
         pytest.skip(f"verl is not in {PARITY}: scripts/setup-parity fetches it")
     flat = read_source(REAL[kind], SHORT)
-    migrated = migrate(flat, load_table("verl"))
+    migrated = migrate(flat)
     assert_nothing_lost(flat, migrated)
     assert [one for one in migrated.account.unmapped if "not a setting" in one.why] == []
     migrated.check()
@@ -77,7 +77,7 @@ def test_the_tables_defaults_are_verls() -> None:
     if not REAL["main_ppo"].is_file():
         pytest.skip(f"verl is not in {PARITY}: scripts/setup-parity fetches it")
     flat = read_source(REAL["main_ppo"], ()).values
-    rows = [name for name in load_table("verl").names if name.default != ABSENT and name.theirs in flat]
+    rows = [name for name in verl_table().names if name.default != ABSENT and name.theirs in flat]
     assert len(rows) > 80
     differing = {name.theirs: (name.default, flat[name.theirs]) for name in rows if name.default != flat[name.theirs]}
     assert differing == {
@@ -118,10 +118,7 @@ CONVERSIONS: list[tuple[list[str], dict[str, Any]]] = [
         },
     ),
     ([*GRPO, "algorithm.norm_adv_by_std_in_grpo=false"], {"trainer.advantage": "dr_grpo"}),
-    (
-        ["algorithm.adv_estimator=gae", "algorithm.lam=0.95"],
-        {"trainer.advantage_options": {"gamma": 1.0, "lam": 0.95}},
-    ),
+    (["algorithm.adv_estimator=gae", "algorithm.lam=0.95"], {"trainer.advantage_options": {"gamma": 1.0, "lam": 0.95}}),
     (
         [*GRPO, f"{ACTOR}.clip_ratio_high=0.28"],
         {"trainer.loss_options": {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}},
@@ -282,7 +279,7 @@ def test_each_key_is_told(override: str, why: str) -> None:
 def test_unknown_steps_are_told() -> None:
     optim = "actor_rollout_ref.actor.optim"
     flat = read_source(None, ["data.train_files=nowhere.parquet", f"{optim}.lr_warmup_steps_ratio=0.1"])
-    migrated = migrate(flat, load_table("verl"))
+    migrated = migrate(flat)
     assert {one.key for one in migrated.account.unmapped} == {f"{optim}.lr_warmup_steps_ratio"}
     assert [note for note in migrated.notes if "40 steps" in note and "total_epochs=30 is verl's default" in note]
     assert "trainer" in migrated.recipe

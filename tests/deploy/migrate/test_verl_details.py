@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.deploy import app
-from penstock.deploy.frameworks.table import load_table
 from penstock.deploy.migrate.convert import Migration, migrate
 from penstock.deploy.migrate.source import read_source
 
@@ -25,7 +24,7 @@ ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size=4"
 
 
 def made(*overrides: str) -> Migration:
-    migrated = migrate(read_source(None, [*SHORT, f"{ROLLOUT}.n=4", *overrides]), load_table("verl"))
+    migrated = migrate(read_source(None, [*SHORT, f"{ROLLOUT}.n=4", *overrides]))
     migrated.check()
     return migrated
 

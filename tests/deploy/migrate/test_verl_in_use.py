@@ -8,7 +8,6 @@ import pytest
 
 from penstock.datasets import write_parquet
 from penstock.deploy import load_config, rehearse_recipe, rows_of
-from penstock.deploy.frameworks.table import load_table
 from penstock.deploy.migrate.convert import migrate
 from penstock.deploy.migrate.source import read_source
 
@@ -59,7 +58,7 @@ async def test_data_tools_and_reward_are_the_same(tmp_path: Path) -> None:
             "trainer.total_epochs=3",
         ],
     )
-    made = migrate(given, load_table("verl"))
+    made = migrate(given)
     assert made.account.unmapped == []
     (tmp_path / "recipe.yaml").write_text(made.yaml())
     config = load_config(tmp_path / "recipe.yaml", ["sandbox.run_timeout_s=80", "agent.episode_deadline_s=250"])
