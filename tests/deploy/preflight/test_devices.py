@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.deploy.conftest import RECIPE
+from tests.deploy.preflight.preflight_support import assert_refused, failed
 
 from penstock.deploy import load_config
 from penstock.deploy.preflight.machine import check_devices, check_gpus, check_size, check_threads
@@ -77,11 +78,7 @@ def test_what_computes_on_cpus_needs_no_gpu(path: Path, words: list[str]) -> Non
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("setting", ["trainer.engine=megatron", "trainer.liger=true", "trainer.offload=true"])
 def test_what_computes_on_gpus_alone_is_refused_without_one(setting: str) -> None:
-    problem = check_devices(load_config(RECIPE, [setting]))
-    assert problem is not None
-    assert not problem.ok
-    assert setting.removesuffix("=true") in problem.found
-    assert setting.partition("=")[0] in problem.fix
+    assert_refused(check_devices, [setting], f"{setting.removesuffix('=true')}.*; .*{setting.partition('=')[0]}")
     assert list(check_gpus(load_config(RECIPE, [setting]))) == [], "one finding of GPUs, not two that contradict"
     assert [one.verdict for one in check_gpus(load_config(RECIPE))] == ["skip"]
 
@@ -130,12 +127,10 @@ def test_with_a_gpu_nothing_is_missing() -> None:
 @pytest.mark.usefixtures("no_gpu")
 def test_a_model_larger_than_the_machine_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.deploy.preflight.machine.memory_bytes", lambda: 120 << 30)
-    problem = check_size(load_config(RECIPE, [f"model={model}"]))
-    assert problem is not None
-    assert not problem.ok, "float32 weights, gradients and moments are 16 bytes of each of 8 billion"
-    assert model in problem.found
+    # float32 weights, gradients and moments are 16 bytes of each of 8 billion
+    assert_refused(check_size, [f"model={model}"], model)
     monkeypatch.setattr("penstock.deploy.preflight.machine.memory_bytes", lambda: 512 << 30)
-    assert check_size(load_config(RECIPE, [f"model={model}"])).ok  # type: ignore[union-attr]
+    assert failed(check_size, f"model={model}") == {}
 
 
 @pytest.mark.usefixtures("gpu")
@@ -151,12 +146,7 @@ def test_a_model_larger_than_the_machine_is_refused(model: str, monkeypatch: pyt
     ],
 )
 def test_a_model_larger_than_a_device_is_refused(model: str, settings: tuple[str, ...], who: str, fix: str) -> None:
-    problem = check_size(load_config(RECIPE, [f"model={model}", *settings]))
-    assert problem is not None
-    assert not problem.ok
-    assert who in problem.found
-    assert "of 1.0 GiB" in problem.found
-    assert fix in problem.fix
+    assert_refused(check_size, [f"model={model}", *settings], f"{who}.* of 1\\.0 GiB.*; .*{fix}")
 
 
 def test_a_model_of_unknown_size_is_left_to_the_engines() -> None:
@@ -174,10 +164,7 @@ def test_a_model_of_unknown_size_is_left_to_the_engines() -> None:
 )
 def test_a_model_that_megatron_cannot_split_so_is_refused_at_start(model: str, parallel: str, said: str) -> None:
     words = [f"model={model}", "trainer.engine=megatron", "trainer.ranks=16", f"trainer.parallel={parallel}"]
-    problem = check_training_engine(load_config(RECIPE, words))
-    assert problem is not None
-    assert not problem.ok
-    assert said in problem.found
+    assert_refused(check_training_engine, words, said)
 
 
 @pytest.mark.torch

