@@ -35,14 +35,13 @@ with uncollected():
     from penstock.deploy.commands.rehearse import rehearse
     from penstock.deploy.commands.replay import replay
     from penstock.deploy.commands.rescore import rescore
-    from penstock.deploy.commands.serve import serve
     from penstock.deploy.commands.servers import redis_server, reward_server, search_server, teacher_server
     from penstock.deploy.commands.shared import Overrides, Recipe, set_json, user_errors
     from penstock.deploy.commands.simulate import simulate
     from penstock.deploy.commands.start import init, quickstart, recipes
     from penstock.deploy.commands.status import status
     from penstock.deploy.commands.trace import trace
-    from penstock.deploy.commands.training import bench, evaluate, export, sft
+    from penstock.deploy.commands.training import bench, evaluate, export, serve, sft
 
 app = typer.Typer(
     epilog="First run: penstock quickstart    A project: penstock init FOLDER    What ships: penstock recipes",
@@ -71,7 +70,6 @@ app.command(name="eval", rich_help_panel=TRAIN)(evaluate)
 app.add_typer(queue.app, name="queue", rich_help_panel=WATCH)
 app.add_typer(archive_questions.app, name="archive", rich_help_panel=WATCH)
 app.add_typer(train_app, name="train", rich_help_panel=ROLES)
-app.command(name="ledger", hidden=True)(redis_server)  # the name of 0.1
 for name, group in (("slurm", slurm), ("ray", ray), ("compose", compose), ("kubernetes", kubernetes)):
     app.add_typer(group.app, name=name, rich_help_panel=CLUSTERS)
 
@@ -115,8 +113,7 @@ def run(
         bool, typer.Option(help="Continue an earlier run of this name, or start it: for what starts jobs again.")
     ] = False,
     dry_run: Annotated[
-        bool,
-        typer.Option(help="Print the resolved recipe and what it means, check it as a start does."),
+        bool, typer.Option(help="Print the resolved recipe and what it means, check it as a start does.")
     ] = False,
     on: Annotated[
         Where, typer.Option(help="Where the roles run: on this machine, or on a Ray cluster.")
@@ -135,7 +132,6 @@ def run(
     with uncollected():
         from penstock.deploy.commands.run import run_recipe
 
-    on_ray = on is Where.RAY
     status = run_recipe(
         recipe,
         overrides or [],
@@ -143,7 +139,7 @@ def run(
         resume_if_any=resume_if_any,
         dry_run=dry_run,
         as_json=as_json,
-        on_ray=on_ray,
+        on_ray=on is Where.RAY,
         ray_address=ray_address,
     )
     raise typer.Exit(status)
