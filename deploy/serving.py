@@ -65,7 +65,12 @@ async def _serve(config: RunConfig, console: Console, *, host: str, port: int, m
     with FileLock(run.root / "lock", "another service is running there", error=ConfigError), listen(host, port) as free:
         run.logs.mkdir(exist_ok=True)
         port = free.getsockname()[1]
-        key_file = _keys_of(run)
+        key_file: Path | None = None
+        if KEYS_VARIABLE in os.environ:
+            parse_keys(os.environ[KEYS_VARIABLE])
+        elif not (key_file := run.root / "service" / "key").exists():
+            key_file.parent.mkdir(exist_ok=True)
+            write_atomically(key_file, f"tml-{secrets.token_urlsafe(32)}\n", mode=0o600)
         free.close()
         async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
             await queue.create_run(limits_of(config), dump_config(config), identity_of(config, run))
@@ -88,18 +93,6 @@ async def _serve(config: RunConfig, console: Console, *, host: str, port: int, m
 
                     async with head_served(config, run, link.token, queue, states, further=[counts]):
                         await _until_over(supervisor, work, [*keepers, keeping])
-
-
-def _keys_of(run: RunDir) -> Path | None:
-    """The file of the service's own key, made once; None where the environment has keys. Raises `BadKeys`."""
-    if KEYS_VARIABLE in os.environ:
-        parse_keys(os.environ[KEYS_VARIABLE])
-        return None
-    file = run.root / "service" / "key"
-    file.parent.mkdir(exist_ok=True)
-    if not file.exists():
-        write_atomically(file, f"tml-{secrets.token_urlsafe(32)}\n", mode=0o600)
-    return file
 
 
 def _say(console: Console, run: RunDir, url: str, model_name: str, key_file: Path | None) -> None:

@@ -81,10 +81,6 @@ def describe_cost(summary: Mapping[str, Any]) -> str:
 
 
 logger = logging.getLogger("penstock.run")
-SETTLED_KEPT = 4096
-"""Episodes that have ended whose late reports still find their account."""
-STEPS_KEPT = 256
-LIVES_KEPT = 1024
 WRITE_EVERY_S = 5.0
 AGAIN, EVALUATION, UNFINISHED = "sampled again", "evaluation", "unfinished"
 TOKENS = "tokens"
@@ -192,7 +188,7 @@ class CostAccounts:
     def _remember(self, life: str, amounts: Amounts) -> None:
         if used := sum(amounts.get(resource, 0.0) for resource in DEVICES.values()):
             self._reported[life] = self._reported.pop(life, 0.0) + used
-            while len(self._reported) > LIVES_KEPT:
+            while len(self._reported) > 1024:
                 self._reported.popitem(last=False)
 
     def _end(self, life: str, account: str, used: Amounts) -> None:
@@ -211,7 +207,7 @@ class CostAccounts:
                 last = 0.0
             self._steps[f"{rank} {step}"] = (life, last + amount)
             self._sums[resource][Fate.TRAINED] += amount
-        while len(self._steps) > STEPS_KEPT:
+        while len(self._steps) > 256:
             self._steps.popitem(last=False)
 
     def _settle(self, episode: str, fate: Fate, tokens: int) -> None:
@@ -224,7 +220,7 @@ class CostAccounts:
         self._settled[episode] = Settled(fate, unreported)
         self._sums[TOKENS][fate] += unreported
         self._book(fate, used, reported - tokens)
-        while len(self._settled) > SETTLED_KEPT:
+        while len(self._settled) > 4096:  # of older ones a report that is late finds no account
             self._settled.popitem(last=False)
 
     def _use_late(self, episode: str, amounts: Amounts) -> None:

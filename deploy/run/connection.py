@@ -129,12 +129,7 @@ class RunConnection:
     ) -> RedisTransferQueue:
         settings = settings or TransferQueueConfig()
         return await RedisTransferQueue.connect(
-            self.url,
-            run=self.run,
-            config=settings,
-            password=self.password,
-            username=self.username,
-            archive=archive,
+            self.url, run=self.run, config=settings, password=self.password, username=self.username, archive=archive
         )
 
     async def join(self, *, with_archive: bool = False, wait_s: float = 0.0) -> tuple[RedisTransferQueue, RunConfig]:

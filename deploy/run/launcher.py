@@ -30,11 +30,7 @@ from typing import Any
 
 import yaml
 
-from penstock.common import (
-    NotPrivate,
-    keep_logs_bounded,
-    rewrite_jsonl,
-)
+from penstock.common import NotPrivate, keep_logs_bounded, rewrite_jsonl
 from penstock.datasets import BadSpec, materialise_all
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
 from penstock.deploy.run.connection import (
@@ -57,11 +53,7 @@ from penstock.deploy.run.supervisor import LocalPlacement, Placement, StalledRun
 from penstock.deploy.run.weights_folder import remove_weights, weights_entered
 from penstock.deploy.run_dir import LivesFile, RunDir, RunLock
 from penstock.deploy.telemetry.metrics import RoleState, head_served
-from penstock.transfer_queue import (
-    QueueUnavailable,
-    RedisTransferQueue,
-    check_step_bytes,
-)
+from penstock.transfer_queue import QueueUnavailable, RedisTransferQueue, check_step_bytes
 
 logger = logging.getLogger("penstock.run")
 
@@ -116,15 +108,11 @@ def _with_files(config: RunConfig, run: RunDir) -> RunConfig:
     except BadSpec as error:
         raise ConfigError(f"data: {error}") from error
     data = config.data.model_copy(update=dict(zip(sources, paths, strict=True)))
-    agent = config.agent.model_copy(update={"date": config.agent.date or _first_day(run)})
-    return config.model_copy(update={"runs_dir": str(Path(config.runs_dir).resolve()), "data": data, "agent": agent})
-
-
-def _first_day(run: RunDir) -> date:
-    """Return the date of an earlier life's settings, else today."""
     before = yaml.safe_load(run.config.read_text()) if run.config.exists() else {}
-    day = (before.get("agent") or {}).get("date")
-    return date.fromisoformat(str(day)) if day else date.today()
+    first_day = (before.get("agent") or {}).get("date") or date.today()  # that of an earlier life
+    day = config.agent.date or date.fromisoformat(str(first_day))
+    agent = config.agent.model_copy(update={"date": day})
+    return config.model_copy(update={"runs_dir": str(Path(config.runs_dir).resolve()), "data": data, "agent": agent})
 
 
 @contextlib.asynccontextmanager

@@ -99,7 +99,14 @@ class Reporter:
             status, servers = await self._ask()
             self._report(status)
             if status is not None:
-                await self._follow_costs(status)
+                try:
+                    await self.ends.send(self._queue)
+                    await self._accounts.follow(self._queue, idle_cause(status, self._config))
+                except (QueueError, OSError) as error:
+                    logger.warning("accounts of cost: %s", error)
+                cost, budget = sum(self._accounts.cost(self._config.costs).values()), self._config.costs.budget
+                if budget is not None and cost >= budget:
+                    raise BudgetSpent(f"the budget is spent: {cost:.4g} of {budget:g} (costs.budget)")
             await self._watchdog.look(self.steps_done, status, servers)
 
     def _report(self, status: Status | None) -> None:
@@ -130,18 +137,6 @@ class Reporter:
         except QueueError as error:
             self._say(f"  queue: {error}")
             return None, []
-
-    async def _follow_costs(self, status: Status) -> None:
-        """Raises `BudgetSpent`."""
-        prices = self._config.costs
-        try:
-            await self.ends.send(self._queue)
-            await self._accounts.follow(self._queue, idle_cause(status, self._config))
-        except (QueueError, OSError) as error:
-            logger.warning("accounts of cost: %s", error)
-        cost = sum(self._accounts.cost(prices).values())
-        if prices.budget is not None and cost >= prices.budget:
-            raise BudgetSpent(f"the budget is spent: {cost:.4g} of {prices.budget:g} (costs.budget)")
 
     def _show(self, rows: Iterable[dict[str, Any]], status: Status | None) -> None:
         for row in rows:
@@ -176,7 +171,7 @@ class Reporter:
             elif problem.startswith(f"agent:{BLOCKING}"):
                 place = problem.removeprefix(f"agent:{BLOCKING}")
                 self._say(f"  {place} blocks every episode of its worker: await the call, or use asyncio.to_thread")
-            self._problems.add(problem)
+        self._problems |= problems
 
     def _remember(self, row: Mapping[str, Any]) -> None:
         self.steps_done = max(self.steps_done, row["step"] + 1)

@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +52,9 @@ TRAINER_LOCK_S = 90.0
 releases the lock of a dead machine later still."""
 
 
-def run_role(main: Callable[[], Coroutine[Any, Any, None]], *, watch_parent: bool = True) -> None:
+def run_role(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run a role's coroutine to its end; SIGTERM and SIGINT cancel it, and it cleans up before the process ends."""
-    if watch_parent and os.environ.get("PENSTOCK_SUPERVISED"):
+    if os.environ.get("PENSTOCK_SUPERVISED"):
         die_with_parent()
     logging.basicConfig(
         level=os.environ.get("PENSTOCK_LOG", "INFO"),
@@ -133,12 +132,7 @@ def turn_of(config: RunConfig) -> TurnSettings | None:
     if not placement.in_turns:
         return None
     # Longest wait of the trainer for the engines to hand shared devices over; then it ends.
-    return TurnSettings(
-        placement.memory_budget_bytes,
-        config.transfer_queue.lease_ttl_s,
-        900.0,
-        config.sleep_level,
-    )
+    return TurnSettings(placement.memory_budget_bytes, config.transfer_queue.lease_ttl_s, 900.0, config.sleep_level)
 
 
 def turn_of_server(config: RunConfig, *, lent: bool) -> TurnSettings | None:
@@ -171,6 +165,12 @@ async def rollout(
     with uncollected():
         from penstock.rollout_server import EngineError, ServerJob, serve
 
+    def mount_gateway(sidecar: Sidecar, url: str) -> Gateway:
+        with uncollected():  # only now, after the engine's process was started: that takes longest
+            from penstock.gateway import GatewayJob, mount
+
+        return mount(GatewayJob(run, config.agent, request_timeout_s=config.rollout.request_timeout_s))(sidecar, url)
+
     queue, config = await link.join(wait_s=wait_s)
     sys.path.insert(0, os.getcwd())  # users' reward functions by dotted path
     run = context_of(link, queue, config)
@@ -184,20 +184,12 @@ async def rollout(
         fetch_dir=local_weights_dir(config, link.token) / f"fetched-by-{name}",
         evaluates=evaluates,
         metrics_token=metrics_token(link.token),
-        mount=partial(_mount_gateway, run, config),
+        mount=mount_gateway,
         turn=turn_of_server(config, lent=lent),
     )
     # The sidecar has restarted its engine as often as it may; `NotPrivate` is an `OSError`.
     with fatal(EngineError, OverBudget, OSError), weights_entered(config, link.token), frozen_start():
         await _closing(queue, with_spans("rollout", run.name, name, serve(job)))
-
-
-def _mount_gateway(run: RunContext, config: RunConfig, sidecar: Sidecar, url: str) -> Gateway:
-    """Imports the gateway only now, after the engine's process was started: that takes longest."""
-    with uncollected():
-        from penstock.gateway import GatewayJob, mount
-
-    return mount(GatewayJob(run, config.agent, request_timeout_s=config.rollout.request_timeout_s))(sidecar, url)
 
 
 async def agent(link: RunConnection, name: str, *, wait_s: float = 0.0) -> None:

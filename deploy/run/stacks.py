@@ -29,14 +29,15 @@ MOST_STACKS = 40
 
 def answer_with_stacks(loop: asyncio.AbstractEventLoop) -> None:
     """Write stacks to stderr at SIGUSR1. Called in the main thread, once per process."""
-    loop.add_signal_handler(signal.SIGUSR1, _write_tasks, loop)
+
+    def write_tasks() -> None:
+        lines = task_lines(asyncio.all_tasks(loop))
+        text = "\n".join(["Tasks, each from the outermost call to what it awaits:", *lines, ""])
+        os.write(STDERR, text.encode())
+
+    loop.add_signal_handler(signal.SIGUSR1, write_tasks)
     # Registered last: faulthandler calls the handler that was there before, which wakes the loop.
     faulthandler.register(signal.SIGUSR1, file=STDERR, all_threads=True, chain=True)
-
-
-def _write_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    text = "\n".join(["Tasks, each from the outermost call to what it awaits:", *task_lines(asyncio.all_tasks(loop))])
-    os.write(STDERR, f"{text}\n".encode())
 
 
 def task_lines(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
@@ -55,15 +56,14 @@ def task_lines(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
 def _frames(awaited: Any) -> Iterator[FrameType]:
     """Yield the frames of a suspended coroutine and of what it awaits, up to a future or socket."""
     while awaited is not None:
-        frame = _first_of(awaited, ("cr_frame", "gi_frame", "ag_frame"))
-        if frame is None:
+        frames, awaits = (
+            [value for name in names if (value := getattr(awaited, name, None)) is not None]
+            for names in (("cr_frame", "gi_frame", "ag_frame"), ("cr_await", "gi_yieldfrom", "ag_await"))
+        )
+        if not frames:
             return
-        yield frame
-        awaited = _first_of(awaited, ("cr_await", "gi_yieldfrom", "ag_await"))
-
-
-def _first_of(awaited: Any, names: Iterable[str]) -> Any:
-    return next((value for name in names if (value := getattr(awaited, name, None)) is not None), None)
+        yield frames[0]
+        awaited = awaits[0] if awaits else None
 
 
 def _line_of(frame: FrameType) -> str:

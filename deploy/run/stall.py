@@ -56,7 +56,23 @@ Rule = Callable[[Snapshot, Status], StallCause | None]
 
 
 def diagnose_stall(snapshot: Snapshot) -> StallCause:
-    return _local(snapshot) or _by_the_queue(snapshot)
+    if (cause := _local(snapshot)) is not None:
+        return cause
+    if snapshot.status is None:
+        return StallCause("queue", "it does not answer: every other component waits for it")
+    rules: Sequence[Rule] = (
+        _trainer_has_a_batch,
+        _no_server,
+        _servers_too_old,
+        _requests_in_flight,
+        _episodes_without_a_request,
+        _no_worker_leases,
+        _nothing_to_lease,
+    )
+    for rule in rules:
+        if (cause := rule(snapshot, snapshot.status)) is not None:
+            return cause
+    return StallCause("trainer", "every group is accounted for, no component has work, and no step is trained")
 
 
 def _local(snapshot: Snapshot) -> StallCause | None:
@@ -68,16 +84,6 @@ def _local(snapshot: Snapshot) -> StallCause | None:
         listed = ", ".join(f"{role.name} after {role.restarts} restarts" for role in away)
         return StallCause(", ".join(role.name for role in away), f"not running ({listed})")
     return None
-
-
-def _by_the_queue(snapshot: Snapshot) -> StallCause:
-    if snapshot.status is None:
-        return StallCause("queue", "it does not answer: every other component waits for it")
-    for rule in RULES:
-        cause = rule(snapshot, snapshot.status)
-        if cause is not None:
-            return cause
-    return StallCause("trainer", "every group is accounted for, no component has work, and no step is trained")
 
 
 def _trainer_has_a_batch(snapshot: Snapshot, status: Status) -> StallCause | None:
@@ -159,17 +165,6 @@ def _nothing_to_lease(_scene: Snapshot, status: Status) -> StallCause | None:
     if not status.groups.get("submitted", 0):
         return StallCause("trainer", "it has submitted no task yet: it is loading the model or waiting for its ranks")
     return StallCause("trainer", "no task is queued: its feeder submits none")
-
-
-RULES: Sequence[Rule] = (
-    _trainer_has_a_batch,
-    _no_server,
-    _servers_too_old,
-    _requests_in_flight,
-    _episodes_without_a_request,
-    _no_worker_leases,
-    _nothing_to_lease,
-)
 
 
 def _has_work(status: Status) -> bool:

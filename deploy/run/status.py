@@ -18,7 +18,6 @@ from penstock.deploy.run.accounts import shares
 from penstock.deploy.run_dir import EVALUATION_SETTINGS, RunDir
 
 RECENT_STEPS = 10
-BASIS = "since the start; rollout_s and trainer_s are GPU time, of a role without GPUs its CPU time"
 Row = Mapping[str, Any]
 
 
@@ -184,7 +183,7 @@ def _lines(state: dict[str, Any]) -> Iterator[str]:
 
 def _account_lines(accounts: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     if accounts:
-        yield f"accounts  {BASIS}"
+        yield "accounts  since the start; rollout_s and trainer_s are GPU time, of a role without GPUs its CPU time"
     yield from (f"{resource:9} {shares(amounts)}" for resource, amounts in accounts.items())
 
 

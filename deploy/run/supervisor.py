@@ -101,18 +101,14 @@ class LocalPlacement:
     def place(self, role: Role, run: RunDir) -> RoleProcess:
         own = self._own_gpus(role)
         if own is not None:
-            role = replace(role, env={**role.env, VARIABLE: ",".join(own), **self._order_of_loads(role, own)})
+            env = {**role.env, VARIABLE: ",".join(own)}
+            if role.kind == "rollout" and not self._in_turns:
+                self._gpus_of_servers[role.name] = set(own)
+            # The trainer, which is placed last, loads after the servers on its GPUs.
+            elif sharing := [name for name, gpus in self._gpus_of_servers.items() if gpus & set(own)]:
+                env[LOADS_AFTER_VARIABLE] = ",".join(sharing)
+            role = replace(role, env=env)
         return RoleProcess(role.spec(run.logs))
-
-    def _order_of_loads(self, role: Role, own: Sequence[str]) -> dict[str, str]:
-        """Variables: the trainer, which is placed last, loads after the servers that have a separate GPU."""
-        if self._in_turns:
-            return {}
-        if role.kind == "rollout":
-            self._gpus_of_servers[role.name] = set(own)
-            return {}
-        sharing = [name for name, gpus in self._gpus_of_servers.items() if gpus & set(own)]
-        return {LOADS_AFTER_VARIABLE: ",".join(sharing)} if sharing else {}
 
     def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
         return ()

@@ -112,33 +112,30 @@ class AbandonedWeights:
 
 def remove_abandoned() -> list[AbandonedWeights]:
     """Removes this user's folders without a holder; what was removed."""
-    return [removed for folder in _own_folders() if (removed := _remove_if_free(folder)) is not None]
+    removed = []
+    for folder in _own_folders():
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # another one removes it
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(descriptor, folder):
+                size = sum(path.lstat().st_size for path in folder.rglob("*"))
+                shutil.rmtree(folder)
+                removed.append(AbandonedWeights(folder, size))
+        except BlockingIOError:
+            continue
+        except OSError as error:
+            logger.warning("%s is left behind: %s", folder, error)
+        finally:
+            os.close(descriptor)
+    return removed
 
 
 def living_folders() -> list[Path]:
     """This user's folders on this machine; right after `remove_abandoned`, those of living runs."""
     return sorted(_own_folders())
-
-
-def _remove_if_free(folder: Path) -> AbandonedWeights | None:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # another one removes it
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not _is_still(descriptor, folder):
-            return None
-        size = sum(path.lstat().st_size for path in folder.rglob("*"))
-        shutil.rmtree(folder)
-    except BlockingIOError:
-        return None
-    except OSError as error:
-        logger.warning("%s is left behind: %s", folder, error)
-        return None
-    finally:
-        os.close(descriptor)
-    return AbandonedWeights(folder, size)
 
 
 def _own_folders() -> list[Path]:

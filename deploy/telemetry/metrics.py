@@ -53,8 +53,6 @@ from penstock.transfer_queue import QueueError, QueueGauges, RequestLog, ServerI
 if TYPE_CHECKING:
     import socket
 
-    from opentelemetry.sdk.trace.export import SpanExporter
-
 logger = logging.getLogger(__name__)
 EVERY_S = 5.0
 STOP_S = 2
@@ -148,12 +146,10 @@ def _listen(config: TelemetryConfig) -> socket.socket | None:
         return None
 
 
-async def with_spans(
-    role: str, run: str, name: str, work: Awaitable[None], exporter: SpanExporter | None = None
-) -> None:
-    """Runs `work` and exports its spans meanwhile, to `exporter` or to the collector of the environment."""
+async def with_spans(role: str, run: str, name: str, work: Awaitable[None]) -> None:
+    """Runs `work` and exports its spans meanwhile to the collector of the environment."""
     facts = {"penstock.run": run, "penstock.role": role}
-    async with export_spans(f"penstock-{role}", {"penstock.run": run}, instance=name, facts=facts, exporter=exporter):
+    async with export_spans(f"penstock-{role}", {"penstock.run": run}, instance=name, facts=facts):
         await work
 
 

@@ -172,7 +172,15 @@ def _fill(folder: Path, stack: Stack, config: RunConfig) -> None:
         (folder / "gpu.yaml").write_text(text)
     write_secrets(folder / "secrets", make_secrets(config.name), uid, gid)
     settings = _settings(stack, config, uid, gid, gpus=gpus)
-    (folder / ".env").write_text("".join(f"{name}={_quoted(name, value)}\n" for name, value in settings.items()))
+    lines = []
+    for name, value in settings.items():
+        # Compose and its predecessors read the same in double quotes, but for what they would take for a variable.
+        if set(value) & set("$`\n"):
+            raise ConfigError(f"{name}: {value!r} has a $, a backquote or a line end, which compose's .env cannot hold")
+        is_plain = re.fullmatch(r"[\w./:=,@+-]*", value)
+        text = value if is_plain else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        lines.append(f"{name}={text}\n")
+    (folder / ".env").write_text("".join(lines))
 
 
 def _settings(stack: Stack, config: RunConfig, uid: int, gid: int, *, gpus: bool) -> dict[str, str]:
@@ -192,15 +200,6 @@ def _settings(stack: Stack, config: RunConfig, uid: int, gid: int, *, gpus: bool
         # images are built of a checkout; a Penstock that pip installed runs images that are there
         **({"PENSTOCK_SOURCE": str(SOURCE)} if (SOURCE / "pyproject.toml").is_file() else {}),
     }
-
-
-def _quoted(name: str, value: str) -> str:
-    """Compose and its predecessors read the same in double quotes, but for what they would take for a variable."""
-    if set(value) & set("$`\n"):
-        raise ConfigError(f"{name}: {value!r} has a $, a backquote or a line end, which compose's .env cannot hold")
-    if re.fullmatch(r"[\w./:=,@+-]*", value):
-        return value
-    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _check_paths(config: RunConfig, recipe: Path) -> None:

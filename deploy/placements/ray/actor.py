@@ -46,23 +46,19 @@ class FsProbe:
         finally:
             fs_probe.path.unlink(missing_ok=True)
 
-    async def look_for(self, within_s: float = 10.0) -> str | None:
+    async def look_for(self) -> str | None:
         """None once this machine sees it, else what to tell people. A shared disk may show new files late."""
-        deadline = time.monotonic() + within_s
-        while not self._exists():
+        deadline = time.monotonic() + 10.0
+        while True:
+            with contextlib.suppress(OSError):
+                if self.path.read_text() == self.text:
+                    return None
             if time.monotonic() >= deadline:
                 return (
                     f"machine {socket.gethostname()} does not see {self.path.parent}: metrics and checkpoints are"
                     " written there and read by `penstock run`. Set runs_dir to a folder on a disk they share"
                 )
             await asyncio.sleep(LOOK_AGAIN_S)
-        return None
-
-    def _exists(self) -> bool:
-        try:
-            return self.path.read_text() == self.text
-        except OSError:
-            return False
 
 
 @dataclass(frozen=True)

@@ -52,12 +52,7 @@ def connect(address: str | None, run: str) -> None:
     except ImportError as error:
         raise ConfigError(f"{INSTALL} ({error})") from None
     try:
-        ray.init(
-            address=address,
-            namespace=namespace_of(run),
-            log_to_driver=False,
-            configure_logging=False,
-        )
+        ray.init(address=address, namespace=namespace_of(run), log_to_driver=False, configure_logging=False)
     except AuthenticationError as error:
         fix = "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) as the cluster was started with"
         raise ConfigError(f"the Ray cluster at {address} asks for its token. Set {fix} ({error})") from error
@@ -109,30 +104,20 @@ def check_machines(config: RunConfig, machines: int) -> None:
     """
     if machines <= 1:
         return
-    fixes = [fix for wrong, fix in _needs(config) if wrong]
+    rollout, sandbox, url = config.rollout, config.sandbox, config.transfer_queue.url
+    needs = {
+        "transfer_queue.url=redis://HOST:6379  (a Redis that every node reaches)": url is None
+        or is_loopback(urlsplit(url).hostname),
+        "rollout.host=0.0.0.0  (servers, under their machines' names)": is_loopback(rollout.host),
+        "rollout.weight_transport=http  (or broadcast, nccl, disk)": rollout.weight_transport == "shm",
+        "rollout.weights_host=0.0.0.0  (the trainer, under its machine's name)": rollout.weight_transport != "disk"
+        and is_loopback(rollout.weights_host),
+        "sandbox.url=http://HOST:8700  (one that every machine reaches)": sandbox.backend == "remote"
+        and is_loopback(urlsplit(sandbox.url or "").hostname),
+    }
+    fixes = [fix for fix, is_missing in needs.items() if is_missing]
     if fixes:
         lines = "\n".join(f"  {fix}" for fix in fixes)
         raise ConfigError(
             f"the Ray cluster has {machines} machines, and this recipe's parts meet on one. Add:\n{lines}"
         )
-
-
-def _needs(config: RunConfig) -> list[tuple[bool, str]]:
-    rollout, url = config.rollout, config.transfer_queue.url
-    sandbox = config.sandbox
-    return [
-        (
-            url is None or is_loopback(urlsplit(url).hostname),
-            "transfer_queue.url=redis://HOST:6379  (a Redis that every node reaches)",
-        ),
-        (is_loopback(rollout.host), "rollout.host=0.0.0.0  (servers, under their machines' names)"),
-        (rollout.weight_transport == "shm", "rollout.weight_transport=http  (or broadcast, nccl, disk)"),
-        (
-            rollout.weight_transport != "disk" and is_loopback(rollout.weights_host),
-            "rollout.weights_host=0.0.0.0  (the trainer, under its machine's name)",
-        ),
-        (
-            sandbox.backend == "remote" and is_loopback(urlsplit(sandbox.url or "").hostname),
-            "sandbox.url=http://HOST:8700  (one that every machine reaches)",
-        ),
-    ]

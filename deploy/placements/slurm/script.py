@@ -181,11 +181,16 @@ def head_overrides(config: RunConfig) -> list[str]:
 
 
 def _common(config: RunConfig, job: SlurmJob, recipe: Path | None) -> dict[str, Any]:
+    options: list[str] = []
+    if job.container and job.runtime == "pyxis":
+        mounts = ",".join(f"{folder}:{folder}" for folder in _mounts(config, job, recipe))
+        options = [f"image={job.container}", f"mounts={mounts}", f"workdir={Path.cwd()}"]
     return {
         "setup": list(job.setup),
         "interface": job.interface,
         "penstock": _command(config, job, recipe),
-        "container": _srun_options(config, job, recipe),
+        # Quoted whatever they hold: a comma in an array looks like a mistake to people and to shellcheck.
+        "container": "".join(" '--container-" + option.replace("'", "'\\''") + "'" for option in options),
         "rollout_restarts": config.rollout.max_restarts,
         "agent_restarts": config.agent.max_restarts,
     }
@@ -199,19 +204,6 @@ def _command(config: RunConfig, job: SlurmJob, recipe: Path | None) -> str:
     binds = [word for folder in _mounts(config, job, recipe) for word in ("--bind", str(folder))]
     gpus = ["--nv"] if job.gpus_per_node else []
     return shlex.join(["apptainer", "exec", *gpus, *binds, "--pwd", str(Path.cwd()), job.container, "penstock"])
-
-
-def _srun_options(config: RunConfig, job: SlurmJob, recipe: Path | None) -> str:
-    if not job.container or job.runtime != "pyxis":
-        return ""
-    mounts = ",".join(f"{folder}:{folder}" for folder in _mounts(config, job, recipe))
-    options = [
-        f"--container-image={job.container}",
-        f"--container-mounts={mounts}",
-        f"--container-workdir={Path.cwd()}",
-    ]
-    # Quoted whatever they hold: a comma in an array looks like a mistake to people and to shellcheck.
-    return "".join(" '" + option.replace("'", "'\\''") + "'" for option in options)
 
 
 def _mounts(config: RunConfig, job: SlurmJob, recipe: Path | None) -> list[Path]:
