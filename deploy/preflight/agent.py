@@ -43,37 +43,32 @@ def opened_tools(config: RunConfig) -> Iterator[Mapping[str, BaseTool]]:
 
 def check_template(config: RunConfig) -> Check | None:
     """Check that the tools load, and that the model's chat template appends the turns that use them exactly."""
-    from penstock.agent_loops import LoadError
+    from penstock.agent_loops import AgentError, LoadError, verify_sources
+    from penstock.agent_loops.chat import chat_of
     from penstock.sandbox import SandboxError
 
+    name = "chat template"
     try:
         with opened_tools(config) as tools:
-            return _verify_template(config, tools) if Path(config.model).is_dir() else None
+            if not Path(config.model).is_dir():
+                return None
+            try:
+                chat = chat_of(config.model, config.agent)
+                verified = verify_sources(chat, config.agent, tools)
+            except LoadError:  # of a set of tools that `agent.sources` names
+                raise
+            except (AgentError, OSError, ValueError) as error:
+                return Check(name, False, f"{config.model}: {error}", "correct what it names, or choose another model")
+        detail = f"turns are appended exactly; verified on {verified.conversations} conversations"
+        if roles := sorted(chat.renewing_roles):
+            detail += f"; a new segment begins before messages of role {' and '.join(roles)}"
+        return Check(name, True, detail)
     except SandboxError:
-        return skipped("chat template", "it needs the tools, and they a sandbox: see `sandbox`")
+        return skipped(name, "it needs the tools, and they a sandbox: see `sandbox`")
     except (ToolConfigError, LoadError) as error:
         of_verl = "No module named 'verl" in str(error) or "as verl's tools do" in str(error)
         own = "derive the class from penstock.tools.BaseTool, with its methods (docs/from/verl.md)"
         return refused("tools", error, own if of_verl else "correct this entry of `tools` in the recipe")
-
-
-def _verify_template(config: RunConfig, tools: Mapping[str, BaseTool]) -> Check:
-    """Raises `LoadError` for a set of tools that `agent.sources` names."""
-    from penstock.agent_loops import AgentError, LoadError, verify_sources
-    from penstock.agent_loops.chat import chat_of
-
-    name = "chat template"
-    try:
-        chat = chat_of(config.model, config.agent)
-        verified = verify_sources(chat, config.agent, tools)
-    except LoadError:
-        raise
-    except (AgentError, OSError, ValueError) as error:
-        return Check(name, False, f"{config.model}: {error}", "correct what it names, or choose another model")
-    detail = f"turns are appended exactly; verified on {verified.conversations} conversations"
-    if roles := sorted(chat.renewing_roles):
-        detail += f"; a new segment begins before messages of role {' and '.join(roles)}"
-    return Check(name, True, detail)
 
 
 def check_loop(config: RunConfig) -> Check | None:

@@ -90,22 +90,18 @@ def _fix(problem: str) -> str:
         return f"give every row {needed} (docs/guide/data.md): add or rename the column"
     if "did you mean harbor:" in problem:
         return f"set data.train=harbor:{problem.rpartition('harbor:')[2].rstrip('?')}"
+    if problem.startswith(HARBOR) and ": task " in problem:
+        return (
+            "complete or correct the task's folder, or move it out; `penstock data check` proves the tasks of a folder"
+        )
     if problem.startswith(HARBOR):
-        return _fix_of_folder(problem)
+        return "give a task's folder or a folder of tasks; a relative path is of the recipe's folder or the current one"
     if ", row " in problem:
         return "correct the row, or leave it out; docs/guide/data.md describes the columns"
     return (
         "set data.train and data.eval to a Parquet or JSON lines file, generate:NAME or harbor:FOLDER;"
         " the first lines of a recipe that ships have the commands that make its files"
     )
-
-
-def _fix_of_folder(problem: str) -> str:
-    if ": task " in problem:
-        return (
-            "complete or correct the task's folder, or move it out; `penstock data check` proves the tasks of a folder"
-        )
-    return "give a task's folder or a folder of tasks; a relative path is of the recipe's folder or the current one"
 
 
 def check_curriculum(config: RunConfig) -> Check | None:

@@ -85,25 +85,18 @@ def measure(folder: Path) -> tuple[float, float]:
     try:
         began = time.monotonic()
         chunk = os.urandom(CHUNK_BYTES)  # a disk that compresses must not look fast
-        for _ in range(PROBE_BYTES // CHUNK_BYTES):
-            _write(descriptor, chunk)
+        with open(descriptor, "wb", closefd=False) as file:
+            for _ in range(PROBE_BYTES // CHUNK_BYTES):
+                file.write(chunk)
         os.fsync(descriptor)
-        rate = PROBE_BYTES / (time.monotonic() - began)
-        return rate, statistics.median(_small_write_s(descriptor) for _ in range(9))
+        rate, small_s = PROBE_BYTES / (time.monotonic() - began), []
+        for _ in range(9):
+            began = time.monotonic()
+            os.write(descriptor, b"penstock doctor\n")
+            os.fsync(descriptor)
+            small_s.append(time.monotonic() - began)
+        return rate, statistics.median(small_s)
     finally:
         os.close(descriptor)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _small_write_s(descriptor: int) -> float:
-    began = time.monotonic()
-    os.write(descriptor, b"penstock doctor\n")
-    os.fsync(descriptor)
-    return time.monotonic() - began

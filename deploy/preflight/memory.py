@@ -48,10 +48,7 @@ def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> float:
 def server_bytes(shape: ModelShape, config: RunConfig, cached_tokens: int) -> dict[str, float]:
     """Return the bytes of one rollout server; its KV cache holds `cached_tokens`."""
     width = BYTES[config.rollout.dtype]
-    return {
-        "weights": width * shape.parameters,
-        "KV cache": 2 * shape.layers * shape.key_value * width * cached_tokens,
-    }
+    return {"weights": width * shape.parameters, "KV cache": 2 * shape.layers * shape.key_value * width * cached_tokens}
 
 
 def cached_tokens(config: RunConfig) -> int:
@@ -102,21 +99,17 @@ def in_flight_bytes(config: RunConfig) -> float:
     return groups * config.largest_group * config.agent.most_response_tokens * token_bytes(config)
 
 
-def _states_on_host(rank: dict[str, float], config: RunConfig) -> float:
-    """Return the bytes that one rank with a GPU keeps on the host: torch's allocator pins weights and gradients under
-    FSDP's offload; other states are pinned in one buffer.
-    """
-    offload, in_turns = config.trainer.offload, config.placement.in_turns
-    if offload is True:
-        return PINNED * (rank["weights"] + rank["gradients"]) + rank["moments"]
-    return in_turns * rank["weights"] + (in_turns or offload == "optimizer") * rank["moments"]
-
-
 def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     """Bytes of the host's memory by part of the run; with GPUs, the bytes that stay on the host."""
     on_gpu = has_gpu()
     trainer, rollout = config.trainer.resolve_dtype(on_gpu=on_gpu), config.rollout
     rank, placement = rank_bytes(shape, config, on_gpu=on_gpu), config.placement
+    # A rank with a GPU: torch's allocator pins weights and gradients under FSDP's offload; other states are pinned in
+    # one buffer.
+    in_turns, offload = placement.in_turns, trainer.offload
+    states = in_turns * rank["weights"] + (in_turns or offload == "optimizer") * rank["moments"]
+    if offload is True:
+        states = PINNED * (rank["weights"] + rank["gradients"]) + rank["moments"]
     served_here = rollout.engine == "hf" or not on_gpu
     served = server_bytes(shape, config, cached_tokens(config))
     servers = rollout.servers + lent_servers(config)
@@ -125,7 +118,7 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     # Share of a checkpoint that is copied to the host while it is written.
     copied = {False: 1, "optimizer": 1 / 3, True: 0}
     return {
-        "trainer": trainer.ranks * (_states_on_host(rank, config) if on_gpu else sum(rank.values())),
+        "trainer": trainer.ranks * (states if on_gpu else sum(rank.values())),
         "checkpoint": copied[trainer.offload] * checkpoint_bytes(config, shape) if trainer.ranks else 0,
         "offloaded activations": trainer.ranks * PINNED * waiting_bytes(shape, trainer, rollout.max_model_len),
         "servers": servers * sum(served.values())

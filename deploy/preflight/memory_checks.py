@@ -74,7 +74,11 @@ def check_memory(config: RunConfig) -> Iterator[Check]:
         yield skipped("memory", f"{config.model}: its size is unknown until its files are here")
         return
     yield check_host(host_parts(config, shape))
-    yield _in_flight(config)
+    needed, most = in_flight_bytes(config), config.transfer_queue.max_bytes
+    detail = f"episodes in flight hold up to {human(needed)}, transfer_queue.max_bytes is {human(most)}"
+    fix = f"set transfer_queue.max_bytes={int(needed * 1.2)}, or lower max_staleness: admission stops if it is full"
+    name = "staleness in flight"
+    yield Check(name, True, detail) if needed <= most else warning(name, detail, fix)
 
 
 def check_host(parts: dict[str, float]) -> Check:
@@ -87,15 +91,6 @@ def check_host(parts: dict[str, float]) -> Check:
     if total > free:
         return warning("memory", f"{detail}; {human(free)} are free now", f"end other programs, or {fix}")
     return Check("memory", True, detail)
-
-
-def _in_flight(config: RunConfig) -> Check:
-    needed, most = in_flight_bytes(config), config.transfer_queue.max_bytes
-    detail = f"episodes in flight hold up to {human(needed)}, transfer_queue.max_bytes is {human(most)}"
-    if needed <= most:
-        return Check("staleness in flight", True, detail)
-    fix = f"set transfer_queue.max_bytes={int(needed * 1.2)}, or lower max_staleness: admission stops if it is full"
-    return warning("staleness in flight", detail, fix)
 
 
 def check_shared_memory(config: RunConfig) -> Check | None:
@@ -287,28 +282,23 @@ def check_recipes(folder: Path, described: Path | None = None) -> Iterator[Recip
     `described`: a config.json, or its folder, whose sizes count for every model. Raises `ConfigError` if there is no
     recipe, or if `described` names no sizes.
     """
-    files = sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")])
-    recipes = [file for file in files if _is_recipe(file)]
+    recipes = []
+    for file in sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")]):
+        try:
+            tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+            is_recipe = isinstance(tree, dict) and "model" in tree
+        except (yaml.YAMLError, UnicodeDecodeError):  # reading it as a recipe reports the error
+            is_recipe = re.search(rb"^model:", file.read_bytes(), re.MULTILINE) is not None
+        recipes += [file] if is_recipe else []
     if not recipes:
         raise ConfigError(f"--recipes {folder}: no recipe below it; a recipe is a YAML file with the key `model`")
-    sizes = _described_sizes(described) if described is not None else None
+    sizes: tuple[ModelShape, str] | None = None
+    if described is not None:
+        if (shape := described_shape(described)) is None:
+            names = "it names its sizes otherwise than hidden_size, num_hidden_layers …"
+            raise ConfigError(f"--config {described}: {names}")
+        sizes = shape, str(described)
     yield from (_checked(file, str(file.relative_to(folder)), sizes) for file in recipes)
-
-
-def _described_sizes(described: Path) -> tuple[ModelShape, str]:
-    shape = described_shape(described)
-    if shape is None:
-        raise ConfigError(f"--config {described}: it names its sizes otherwise than hidden_size, num_hidden_layers …")
-    return shape, str(described)
-
-
-def _is_recipe(file: Path) -> bool:
-    """Invalid YAML counts as a recipe: reading it reports the error."""
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return re.search(rb"^model:", file.read_bytes(), re.MULTILINE) is not None
-    return isinstance(tree, dict) and "model" in tree
 
 
 def _checked(file: Path, name: str, sizes: tuple[ModelShape, str] | None) -> RecipeMemory:

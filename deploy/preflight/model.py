@@ -122,20 +122,19 @@ HUB_TIMEOUT_S = 5.0
 SAVE = "save the model and its tokenizer with save_pretrained into this folder"
 
 
-def _fix_of(folder: Path) -> str:
-    trained = folder / "final_model"
-    return f"it is a run: set model={trained}" if trained.is_dir() else SAVE
-
-
 def check_model(config: RunConfig) -> Check:
     folder = Path(config.model)
     if not folder.is_dir():
         if config.model.count("/") == 1 and not config.model.startswith((".", "/")):
             return _check_hub(config.model)
-        return Check("model", False, f"{config.model}: no such folder{_known(config.model)}", NAMES)
+        known = f"; `penstock model fetch {config.model}` makes it" if config.model in PACKAGES else ""
+        hint = known or nearest(config.model, PACKAGES)
+        return Check("model", False, f"{config.model}: no such folder{hint}", NAMES)
     missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
     if missing:
-        return Check("model", False, f"{folder} lacks {', '.join(missing)}", _fix_of(folder))
+        trained = folder / "final_model"
+        fix = f"it is a run: set model={trained}" if trained.is_dir() else SAVE
+        return Check("model", False, f"{folder} lacks {', '.join(missing)}", fix)
     try:
         read_config(folder)
         weights = read_weights(folder)
@@ -151,12 +150,6 @@ def check_model_here(config: RunConfig) -> Check:
     """Check the model for engines and a trainer that start on this machine: a hub that does not answer ends them."""
     check = check_model(config)
     return replace(check, ok=check.ok and not check.warns, warns=False)
-
-
-def _known(name: str) -> str:
-    if name in PACKAGES:
-        return f"; `penstock model fetch {name}` makes it"
-    return nearest(name, PACKAGES)
 
 
 @lru_cache(maxsize=8)

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,10 +15,7 @@ from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, human, skipped, warning
 from penstock.deploy.run.connection import PASSWORD_VARIABLE, USER_VARIABLE, redis_login
 from penstock.deploy.run.plan import lent_servers
-from penstock.transfer_queue import (
-    QueueError,
-    QueueUnavailable,
-)
+from penstock.transfer_queue import QueueError, QueueUnavailable
 from penstock.transfer_queue.redis import Connection, redact
 
 
@@ -167,7 +164,9 @@ def _fix(error: QueueError) -> str:
 
 
 def _memory(infos: list[dict[str, Any]], max_bytes: int) -> Check:
-    room = sum(max(0, _most(info) - int(info.get("used_memory", 0))) for info in infos)
+    most = [int(info.get("maxmemory", 0)) or int(info.get("total_system_memory", 0)) for info in infos]
+    used = [int(info.get("used_memory", 0)) for info in infos]
+    room = sum(max(0, size - taken) for size, taken in zip(most, used, strict=True))
     needed = int(max_bytes * OVERHEAD)
     detail = f"{human(room)} left, transfer_queue.max_bytes needs {human(needed)}"
     fix = f"raise its maxmemory, or set transfer_queue.max_bytes={int(room / OVERHEAD)} or less"
@@ -177,13 +176,14 @@ def _memory(infos: list[dict[str, Any]], max_bytes: int) -> Check:
     return Check("redis memory", room >= needed, detail, fix)
 
 
-def _most(info: Mapping[str, Any]) -> int:
-    return int(info.get("maxmemory", 0)) or int(info.get("total_system_memory", 0))
-
-
 async def _clock(connection: Connection) -> Check:
     """The answer was given at some moment of the round trip; the shortest of a few says it best."""
-    samples = [await _skew(connection) for _ in range(5)]
+    samples = []
+    for _ in range(5):
+        sent = time.time()
+        seconds, micros = await connection.command("TIME")
+        received = time.time()
+        samples.append((received - sent, int(seconds) + int(micros) / 1e6 - (sent + received) / 2))
     round_trip_s, skew_s = min(samples)
     sure_s = max(0.0, abs(skew_s) - round_trip_s / 2)
     # Leases are Redis's own matter; logs, curves and TLS of several machines are read side by side.
@@ -193,11 +193,3 @@ async def _clock(connection: Connection) -> Check:
         f"Redis's clock is {skew_s:+.3f} s from ours (round trip {1000 * round_trip_s:.1f} ms)",
         "let both machines keep time by NTP: `timedatectl set-ntp true`, or chrony",
     )
-
-
-async def _skew(connection: Connection) -> tuple[float, float]:
-    """Length of the round trip, and Redis's clock minus ours, in seconds."""
-    sent = time.time()
-    seconds, micros = await connection.command("TIME")
-    received = time.time()
-    return received - sent, int(seconds) + int(micros) / 1e6 - (sent + received) / 2

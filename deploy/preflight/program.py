@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 LOOP = "command"
 NAME = "agent.settings.command"
-ROWS = 512
 
 
 def check_program(config: RunConfig) -> Check | None:
@@ -48,7 +47,7 @@ def _misspelt(config: RunConfig, settings: CommandSettings) -> Check | None:
     if not columns_named(settings):
         return None
     try:
-        problem = unknown_placeholder(settings, [row.extra_info for row in first_rows(config, ROWS)])
+        problem = unknown_placeholder(settings, [row.extra_info for row in first_rows(config, 512)])
     except (DataError, BadSpec):
         return None  # `check_data` says so
     fix = "correct the name; docs/extend/loop.md lists the placeholders, and each text or number of a row is another"

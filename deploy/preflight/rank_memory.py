@@ -123,16 +123,13 @@ def _sharded(shape: ModelShape, trainer: TrainerConfig, *, critic: bool) -> dict
     reference = BYTES[trainer.kl.reference_dtype or trainer.dtype] * shape.parameters if has_reference else 0
     value = BYTES[trainer.critic.dtype] * shape.parameters if critic else 0
     ranks = trainer.ranks / trainer.parallel.replicate
+    low = trainer.lora.rank and trainer.dtype == shape.dtype == "bfloat16"
+    width = BYTES["bfloat16"] if low else MASTER
     return {
-        "weights": (_kept_width(shape, trainer) * shape.parameters + reference + value) / ranks,
+        "weights": (width * shape.parameters + reference + value) / ranks,
         "gradients": (learning + value) / ranks,
         "moments": 2 * (learning + value) / ranks,
     }
-
-
-def _kept_width(shape: ModelShape, trainer: TrainerConfig) -> int:
-    low = trainer.lora.rank and trainer.dtype == shape.dtype == "bfloat16"
-    return BYTES["bfloat16"] if low else MASTER
 
 
 def _split(shape: ModelShape, trainer: TrainerConfig) -> dict[str, float]:

@@ -24,7 +24,7 @@ from penstock.deploy.config import RunConfig, parse_config
 from penstock.deploy.preflight.check import Check, warning
 from penstock.deploy.preflight.network import ANSWER_DEADLINE_S, examine_redis
 from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection
-from penstock.transfer_queue import Announcement, QueueError, ServerInfo, TransferQueue, TransferQueueConfig
+from penstock.transfer_queue import Announcement, QueueError, ServerInfo, TransferQueueConfig
 
 PULL_S = 30.0
 """POST /weights answers after 10 s at most."""
@@ -61,7 +61,15 @@ async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
         # Certificates are those that the system trusts: httpx's own are certifi's alone.
         trusted = ssl.create_default_context()
         async with httpx.AsyncClient(headers=headers, timeout=None, trust_env=False, verify=trusted) as http:  # noqa: S113
-            return redis + await _ask_all(queue, http, link)
+            status, servers, newest = await queue.status(), await queue.servers(), await queue.latest_version()
+            holders = ", ".join(f"{name} ({count})" for name, count in sorted(status.workers.items()))
+            detail = f"run {link.run}, version {status.version}; workers: {holders or 'none holds an episode'}"
+            answers = await asyncio.gather(*(_server(http, server, link) for server in servers))
+            if not servers:
+                fix = "start one: penstock rollout, or rollout.servers=1"
+                answers.append([warning("servers", "none is in the registry", fix)])
+            of_servers = [check for checks in answers for check in checks]
+            return [*redis, Check("queue", True, detail), *of_servers, *await _weights(http, newest)]
     except QueueError as error:
         return [
             *redis,
@@ -71,19 +79,6 @@ async def check_run(link: RunConnection, config: RunConfig) -> list[Check]:
         await queue.close()
 
 
-async def _ask_all(queue: TransferQueue, http: httpx.AsyncClient, link: RunConnection) -> list[Check]:
-    status, servers, newest = await queue.status(), await queue.servers(), await queue.latest_version()
-    workers = (
-        ", ".join(f"{name} ({count})" for name, count in sorted(status.workers.items())) or "none holds an episode"
-    )
-    reached = Check("queue", True, f"run {link.run}, version {status.version}; workers: {workers}")
-    if not servers:
-        none = warning("servers", "none is in the registry", "start one: penstock rollout, or rollout.servers=1")
-        return [reached, none, *await _weights(http, newest)]
-    answers = await asyncio.gather(*(_server(http, server, link) for server in servers))
-    return [reached, *(check for checks in answers for check in checks), *await _weights(http, newest)]
-
-
 async def _server(http: httpx.AsyncClient, server: ServerInfo, link: RunConnection) -> list[Check]:
     name = f"server {server.server_id}"
     try:
@@ -91,7 +86,11 @@ async def _server(http: httpx.AsyncClient, server: ServerInfo, link: RunConnecti
             answer = await http.get(f"{server.url}/health")
     except UNREACHED as error:
         detail = f"{server.url}: {type(error).__name__} {error}".strip()
-        return [Check(name, False, detail, _unreached(server, link))]
+        fix = "let this machine resolve its name and reach its port, or start it with --host ADDRESS and a fixed --port"
+        if is_loopback(urlsplit(server.url).hostname) and not is_loopback(urlsplit(link.url).hostname):
+            where = "(or `penstock rollout --host`) on its machine"
+            fix = f"it announced a loopback address: set rollout.host=0.0.0.0 {where}"
+        return [Check(name, False, detail, fix)]
     if answer.status_code == HTTPStatus.UNAUTHORIZED:
         fix = f"set {TOKEN_VARIABLE} to the run's token, as its connect.env has it"
         return [Check(name, False, f"{server.url} refuses this token", fix)]
@@ -146,13 +145,6 @@ async def _weights(http: httpx.AsyncClient, newest: Announcement | None) -> list
             return [Check("weights", answer.status_code < 400, f"{url}: HTTP {answer.status_code}", fix)]
     except UNREACHED as error:
         return [Check("weights", False, f"{url}: {type(error).__name__} {error}".strip(), fix)]
-
-
-def _unreached(server: ServerInfo, link: RunConnection) -> str:
-    host = urlsplit(server.url).hostname
-    if is_loopback(host) and not is_loopback(urlsplit(link.url).hostname):
-        return "it announced a loopback address: set rollout.host=0.0.0.0 (or `penstock rollout --host`) on its machine"
-    return "let this machine resolve its name and reach its port, or start it with --host ADDRESS and a fixed --port"
 
 
 def _body(answer: httpx.Response) -> dict[str, Any]:

@@ -91,7 +91,15 @@ def check_harbor_tasks(config: RunConfig) -> Check | None:
         return Check("tasks' boxes", False, problem, fix)
     try:
         tasks = [task for spec in specs for task in tasks_of(Path(spec.removeprefix(HARBOR)))]
-        problems = asyncio.run(_unmet(config, tasks))
+        sandbox, problems = open_sandbox(config), []
+        try:
+            for task in tasks:
+                try:
+                    sandbox.check_needs(task.needs)
+                except SandboxError as error:
+                    problems.append((task, error))
+        finally:
+            asyncio.run(sandbox.close())
     except (HarborTaskError, SandboxError):
         return None  # `check_data` and `check_sandbox` say so
     if problems:
@@ -122,19 +130,6 @@ def _too_small(problems: Sequence[tuple[HarborTask, SandboxError]]) -> tuple[str
         sentences.append(f"task.toml of {who} asks for {amount}; {limits}")
         fixes += [f"set {setting}={max(amounts):g}" for setting in settings]
     return "; ".join(sentences), " and ".join(fixes) or "change what it names"
-
-
-async def _unmet(config: RunConfig, tasks: Sequence[HarborTask]) -> list[tuple[HarborTask, SandboxError]]:
-    sandbox, problems = open_sandbox(config), []
-    try:
-        for task in tasks:
-            try:
-                sandbox.check_needs(task.needs)
-            except SandboxError as error:
-                problems.append((task, error))
-    finally:
-        await sandbox.close()
-    return problems
 
 
 OUTSIDE = ("1.1.1.1", 53)
@@ -217,7 +212,11 @@ async def _network(session: Session, config: RunConfig) -> Check:
     with _listeners(config) as listeners:
         addresses = [listener.getsockname()[:2] for listener in listeners]
         output = await _run(session, _CONNECT.format(addresses=[*addresses, *_servers(config), OUTSIDE]))
-        visited = [str(listener.getsockname()[:2]) for listener in listeners if _was_visited(listener)]
+        visited = []
+        for listener in listeners:
+            with contextlib.suppress(BlockingIOError):
+                listener.accept()[0].close()
+                visited.append(str(listener.getsockname()[:2]))
     reached = [line.removeprefix("REACHED ") for line in output.splitlines() if line.startswith("REACHED")] + visited
     return _judged("network", reached, output, "code in a box reaches nothing")
 
@@ -294,11 +293,3 @@ def _servers(config: RunConfig) -> list[tuple[str, int]]:
     """The sandbox server itself must not be within reach of its boxes."""
     url = urlsplit(config.sandbox.url or "") if config.sandbox.backend == "remote" else None
     return [(url.hostname, url.port or 80)] if url and url.hostname else []
-
-
-def _was_visited(listener: socket.socket) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        connection, _ = listener.accept()
-        connection.close()
-        return True
-    return False

@@ -11,7 +11,6 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, refused, skipped, warning
@@ -97,14 +96,14 @@ def check_versions(_config: RunConfig) -> Check:
     except metadata.PackageNotFoundError:
         return skipped("versions", f"{listed}; penstock runs from a folder, not installed: no ranges to compare")
     core = [one for one in map(Requirement, needed) if one.marker is None or one.marker.evaluate({"extra": ""})]
-    wrong = [f"{one.name} {_version(one.name)} (wanted {one.specifier})" for one in core if not _fits(one)]
-    fix = "pip install " + " ".join(f"'{one.name}{one.specifier}'" for one in core if not _fits(one))
-    return Check("versions", not wrong, ", ".join(wrong) or f"penstock {own}, {listed}", fix)
-
-
-def _fits(needed: Any) -> bool:
-    version = _version(needed.name)
-    return version != "missing" and needed.specifier.contains(version, prereleases=True)
+    unfit = [
+        one
+        for one in core
+        if (version := _version(one.name)) == "missing" or not one.specifier.contains(version, prereleases=True)
+    ]
+    wrong = ", ".join(f"{one.name} {_version(one.name)} (wanted {one.specifier})" for one in unfit)
+    fix = "pip install " + " ".join(f"'{one.name}{one.specifier}'" for one in unfit)
+    return Check("versions", not unfit, wrong or f"penstock {own}, {listed}", fix)
 
 
 def _version(name: str) -> str:

@@ -11,6 +11,7 @@ deadline (`SLOWEST_BYTES_PER_S`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -81,20 +82,11 @@ def _known_graces(config: RunConfig) -> Iterator[tuple[str, float, str]]:
         around = SLURM_S if "SLURM_JOB_ID" in os.environ else CONTAINER_S
         where = f"this head is killed {outside} s after SIGTERM ({GRACE_VARIABLE})"
         yield where, float(outside) - around, "raise head.stopSeconds (Kubernetes) or stop_grace_period (Compose)"
-    wait_s = _kill_wait_s()
-    if wait_s is not None:
-        fix = "lower trainer.checkpoint_every, or have the administrator raise KillWait in slurm.conf"
-        yield f"Slurm's KillWait is {wait_s:.0f} s", wait_s, fix
-
-
-def _kill_wait_s() -> float | None:
-    """Return the seconds that Slurm gives a preempted or requeued job; None if this machine has no Slurm."""
     if shutil.which("scontrol") is None:
-        return None
-    command = ["scontrol", "show", "config"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True)
-    except (OSError, subprocess.SubprocessError):  # none is reached from here: nothing is known of its grace
-        return None
-    match = re.search(r"^KillWait\s*=\s*(\d+)", done.stdout, re.MULTILINE)
-    return float(match.group(1)) if match else None
+        return
+    command, slurm = ["scontrol", "show", "config"], ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # none is reached: nothing is known of its grace
+        slurm = subprocess.run(command, capture_output=True, text=True, timeout=20.0, check=True).stdout
+    if match := re.search(r"^KillWait\s*=\s*(\d+)", slurm, re.MULTILINE):  # for a preempted or requeued job
+        fix = "lower trainer.checkpoint_every, or have the administrator raise KillWait in slurm.conf"
+        yield f"Slurm's KillWait is {match[1]} s", float(match[1]), fix

@@ -141,12 +141,7 @@ EVALUATION: tuple[Asked, ...] = (
     check_template,
 )
 """Checks of what would end an evaluation, which needs no trainer, no step and none of the recipe's own data."""
-SERVICE: tuple[Asked, ...] = (
-    check_service,
-    check_keys,
-    check_dtype,
-    *PARTS,
-)
+SERVICE: tuple[Asked, ...] = (check_service, check_keys, check_dtype, *PARTS)
 """Facts of `penstock serve`, which has no tasks, agent workers or boxes."""
 SERVICE_TRIALS: tuple[Asked, ...] = (
     check_versions,

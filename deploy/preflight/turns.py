@@ -65,10 +65,7 @@ def _unfit(config: RunConfig) -> Iterator[tuple[str, str]]:
     rollout, trainer, key = config.rollout, config.trainer, _key(config)
     nodes = trainer_nodes()
     if nodes > 1:
-        yield (
-            f"the trainer is on {nodes} machines ({NODES_VARIABLE})",
-            f"run it on one machine, or {key}=false",
-        )
+        yield (f"the trainer is on {nodes} machines ({NODES_VARIABLE})", f"run it on one machine, or {key}=false")
     if rollout.broadcasts_weights:
         yield (
             f"rollout.weight_transport={rollout.weight_transport} sends while engines decode,"
