@@ -31,8 +31,14 @@ class ConfigSchema:
         for problem in error.errors():
             path = [*sections, *map(str, problem["loc"])]
             key, unknown = ".".join(path), problem["type"] == "extra_forbidden"
-            override = next((one for one in reversed(overrides) if _concerns(one, key, unknown=unknown)), None)
-            line = f"{f'override {override!r}: ' if override else ''}{self.explain(problem, path)}"
+            override = ""
+            for one in overrides:
+                own = f"{one.partition('=')[0]}."
+                if f"{key}.".startswith(own) or (
+                    unknown and own.startswith(f"{key}.")
+                ):  # below it, or an unknown section
+                    override = f"override {one!r}: "
+            line = override + self.explain(problem, path)
             if source.endswith(".py") and line.startswith("data: is required"):
                 line = (
                     "data: no tasks; define a class with reset(seed) and step(action) in this file, or TASKS, a list "
@@ -99,12 +105,6 @@ class ConfigSchema:
                 return None
             model = inner
         return model
-
-
-def _concerns(override: str, key: str, *, unknown: bool) -> bool:
-    """`key`, of a problem, is the override's own, or below it; or the section of it that is unknown."""
-    own = f"{override.partition('=')[0]}."
-    return f"{key}.".startswith(own) or (unknown and own.startswith(f"{key}."))
 
 
 def _paths(model: type[BaseModel]) -> Iterator[str]:

@@ -67,7 +67,7 @@ PACKAGES = {
         question="Name the capital of France.",
         answer="Paris",
         template=Path(penstock.__file__).parent / "recipes" / "smollm2" / TEMPLATE,
-    ),
+    )
 }
 
 

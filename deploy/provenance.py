@@ -25,8 +25,6 @@ from penstock.deploy.run.connection import archive_of
 from penstock.deploy.run_dir import RunDir
 
 if TYPE_CHECKING:
-    import sshsig
-
     from penstock.transfer_queue import Task
 
 RECORD, SIGNATURE = "provenance.json", "provenance.json.sig"
@@ -181,10 +179,6 @@ def _of_run(record: Mapping[str, Any], config: RunConfig, notes: list[str]) -> I
     if record["data"]["digest"] != _data_digest(config):
         yield f"data: {config.data.train} has other bytes than in the record"
     yield from (f"archive: {fault}" for fault in archive_of(config).verify())
-    yield from _of_steps(record, config, notes)
-
-
-def _of_steps(record: Mapping[str, Any], config: RunConfig, notes: list[str]) -> Iterator[str]:
     recorded, now = ({step["step"]: step["digest"] for step in steps} for steps in (record["steps"], _steps(config)))
     if pruned := [step for step in recorded if step < min(now, default=0)]:
         notes.append(f"the archive has no step below {min(now)} any more: {len(pruned)} steps were not compared")
@@ -194,7 +188,10 @@ def _of_steps(record: Mapping[str, Any], config: RunConfig, notes: list[str]) ->
 
 
 def _signer(model: Path, signers: Path | None) -> tuple[str | None, str]:
-    """Return the fingerprint of the key that signed the record, and the problem with the signature ("" for none)."""
+    """Return the fingerprint of the key that signed the record, and the problem with the signature ("" for none).
+
+    Raises `ConfigError` for a file of signers that cannot be read.
+    """
     path = model / SIGNATURE
     if not path.exists():
         return None, f"{SIGNATURE} is missing, and --signers asks for a signature" if signers else ""
@@ -202,27 +199,20 @@ def _signer(model: Path, signers: Path | None) -> tuple[str | None, str]:
         import sshsig
     except ImportError:
         return None, f"{SIGNATURE} cannot be checked without sshsig: pip install 'penstock[prove]'"
-    known = None if signers is None else _public_keys(signers)
+    try:
+        lines = [line.strip() for line in signers.read_text(encoding="utf-8").splitlines()] if signers else []
+        known = [sshsig.PublicKey.from_openssh_str(line) for line in lines if line and line[0] != "#"]
+    except OSError as error:
+        raise ConfigError(f"--signers {signers}: {error.strerror}") from error
+    except (ValueError, NotImplementedError) as error:  # no key, or one of another type
+        raise ConfigError(
+            f"--signers {signers}: a line is no public key of type ssh-ed25519 or ssh-rsa: {error}"
+        ) from error
     try:
         key = sshsig.check_signature((model / RECORD).read_bytes(), path.read_text(encoding="utf-8"), NAMESPACE)
     # ValueError: no signature at all. NotImplementedError: a kind of key or hash that sshsig does not check.
     except (sshsig.InvalidSignature, ValueError, NotImplementedError) as error:
         return None, f"{SIGNATURE} is not a signature of this record: {error}"
-    if known is not None and key not in known:
+    if signers is not None and key not in known:
         return None, f"{SIGNATURE}: the key {key.sha256_str()} is not in {signers}"
     return key.sha256_str(), ""
-
-
-def _public_keys(file: Path) -> list[sshsig.PublicKey]:
-    """Raises `ConfigError`."""
-    import sshsig
-
-    try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        return [sshsig.PublicKey.from_openssh_str(line) for line in lines if line and line[0] != "#"]
-    except OSError as error:
-        raise ConfigError(f"--signers {file}: {error.strerror}") from error
-    except (ValueError, NotImplementedError) as error:  # no key, or one of another type
-        raise ConfigError(
-            f"--signers {file}: a line is no public key of type ssh-ed25519 or ssh-rsa: {error}"
-        ) from error

@@ -62,7 +62,13 @@ def _parts(module: ModuleType, file: Path, *, one_game: bool) -> Iterator[tuple[
     """Yields (key, value) of each part that the module defines; imported names are not parts."""
     parts = {name: getattr(part, "function", part) for name, part in vars(module).items()}
     own = [name for name, part in parts.items() if getattr(part, "__module__", "") == module.__name__]
-    tools = [name for name in own if _is_tool(vars(module)[name])]
+    makers = BaseTool | ToolGroup
+    tools = [
+        name
+        for name in own
+        if isinstance(vars(module)[name], FunctionTool)
+        or (inspect.isclass(parts[name]) and issubclass(parts[name], makers) and not inspect.isabstract(parts[name]))
+    ]
     classes = [name for name in own if inspect.isclass(parts[name]) and name not in tools]
     games = [name for name in classes if hasattr(parts[name], "reset") and hasattr(parts[name], "step")]
     halves = [name for name in classes if name not in games and hasattr(parts[name], "reset")]
@@ -82,10 +88,3 @@ def _parts(module: ModuleType, file: Path, *, one_game: bool) -> Iterator[tuple[
     for key, name in (("data.train", "TASKS"), ("data.eval", "EVAL_TASKS")):
         if hasattr(module, name):
             yield key, f"{file}:{name}"
-
-
-def _is_tool(part: Any) -> bool:
-    """Return True for a @function_tool, and for a class of tools that can be made."""
-    if inspect.isclass(part):
-        return issubclass(part, BaseTool | ToolGroup) and not inspect.isabstract(part)
-    return isinstance(part, FunctionTool)

@@ -28,7 +28,6 @@ Where = Annotated[
     typer.Option("--where", help="COLUMN=VALUE, or <, <=, >, >= in place of =; several must all hold."),
 ]
 RUNS = Path("runs")
-COMPARISONS = {"<=": "less_equal", ">=": "greater_equal", "=": "equal", "<": "less", ">": "greater"}
 SUMS = {
     ("reward", "mean"): "reward_mean",
     ("reward", "min"): "reward_min",
@@ -37,8 +36,6 @@ SUMS = {
     ("oldest_version", "min"): "oldest_version",
     ("learned", "min"): "learned",
 }
-OF_ONE = {("reward", "mean"): "reward"}
-"""Columns of one episode, in place of the three of several."""
 
 
 @app.command("ls")
@@ -78,7 +75,7 @@ def _sums(rows: pa.Table, by: str) -> pa.Table:
     sums = {("row", "count"): "episodes", **SUMS}
     if by == "episode":
         alone = {one: name for one, name in SUMS.items() if one[0] != "reward"}
-        sums = {("row", "count"): "episodes", ("task", "first"): "task", **OF_ONE, **alone}
+        sums = {("row", "count"): "episodes", ("task", "first"): "task", ("reward", "mean"): "reward", **alone}
     sums = {one: name for one, name in sums.items() if one[0] != by}
     table = rows.group_by([by], use_threads=False).aggregate(list(sums))
     names = {f"{column}_{how}": name for (column, how), name in sums.items()}
@@ -192,30 +189,27 @@ def listed(archive: Archive) -> pa.Table:
 
 def chosen(index: pa.Table, where: Sequence[str]) -> pa.Table:
     """Return the rows for which every condition of `where` holds. Raises `ConfigError`."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    functions = {"<=": "less_equal", ">=": "greater_equal", "=": "equal", "<": "less", ">": "greater"}
     for condition in where:
         match = re.fullmatch(r"(\w+)\s*(<=|>=|=|<|>)\s*(.*)", condition)
         if match is None:
             raise ConfigError(f"--where {condition!r}: write COLUMN=VALUE (or <, <=, >, >=)")
-        if match[1] not in index.column_names:
-            raise ConfigError(f"--where {condition!r}: no column; {near_and_known(match[1], index.column_names)}")
-        index = index.filter(_condition(index, *match.groups()))
+        column, comparison, value = match.groups()
+        if column not in index.column_names:
+            raise ConfigError(f"--where {condition!r}: no column; {near_and_known(column, index.column_names)}")
+        try:
+            typed = value if pa.types.is_string(index.schema.field(column).type) else float(value)
+        except ValueError as error:
+            raise ConfigError(f"--where {column}{comparison}{value}: {column} is a number") from error
+        values = index[column]
+        if column == "reward" and isinstance(typed, float):  # those that rounding alone tells from the bound equal it
+            equal = pa.array([same_reward(one, typed) for one in values.to_pylist()], pa.bool_())
+            values = pc.if_else(equal, typed, values)
+        index = index.filter(pc.call_function(functions[comparison], [values, pa.scalar(typed)]))
     return index
-
-
-def _condition(index: pa.Table, column: str, comparison: str, value: str) -> Any:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    kind = index.schema.field(column).type
-    try:
-        typed = value if pa.types.is_string(kind) else float(value)
-    except ValueError as error:
-        raise ConfigError(f"--where {column}{comparison}{value}: {column} is a number") from error
-    values = index[column]
-    if column == "reward" and isinstance(typed, float):  # those that rounding alone tells from the bound equal it
-        equal = pa.array([same_reward(one, typed) for one in values.to_pylist()], pa.bool_())
-        values = pc.if_else(equal, typed, values)
-    return pc.call_function(COMPARISONS[comparison], [values, pa.scalar(typed)])
 
 
 def record_of(run: str, runs_dir: Path, episode: str) -> dict[str, Any]:

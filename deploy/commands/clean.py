@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -24,8 +25,11 @@ def clean(
 
     Example: penstock clean --recipe recipes/swe/sandbox.yaml
     """
+    from penstock.deploy.config import ConfigError, load_sandbox
     from penstock.deploy.run.weights_folder import SHARED_MEMORY, living_folders, remove_abandoned
-    from penstock.sandbox import remove_abandoned_cgroups
+    from penstock.sandbox import SandboxError, remove_abandoned_cgroups
+    from penstock.sandbox.docker import clear_away_dead_processes
+    from penstock.sandbox.managed import PROVIDERS, end_boxes_of_dead_processes
 
     removed = remove_abandoned()
     for folder in removed:
@@ -36,18 +40,8 @@ def clean(
         print(f"nothing of a killed run in {SHARED_MEMORY}")
     if boxes := remove_abandoned_cgroups():
         print(f"removed the cgroups of {boxes} boxes whose process is gone")
-    if recipe is not None:
-        _clean_boxes(recipe)
-
-
-def _clean_boxes(recipe: Path) -> None:
-    import asyncio
-
-    from penstock.deploy.config import ConfigError, load_sandbox
-    from penstock.sandbox import SandboxError
-    from penstock.sandbox.docker import clear_away_dead_processes
-    from penstock.sandbox.managed import PROVIDERS, end_boxes_of_dead_processes
-
+    if recipe is None:
+        return
     try:
         config = load_sandbox(recipe)
         if config.backend == "docker":

@@ -38,12 +38,24 @@ def curriculum(
     Examples: penstock curriculum mine
     penstock curriculum mine --source gsm8k=2 --source code=0.5 --pool easy=0
     """
+    from rich.console import Console
+    from rich.table import Table
+
     with user_errors(OSError, ValueError):
         state = _changed(folder_of_run(run, runs_dir), source or (), pool or ())
     if as_json:
         print(json.dumps(state))
-    else:
-        _show(state)
+        return
+    if not state["sources"]:
+        print("no step is trained yet; weights: " + json.dumps(state["weights"]))
+        return
+    table = Table("data source", *COLUMNS, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name, numbers in state["sources"].items():
+        table.add_row(name, *("" if column not in numbers else f"{numbers[column]:.4g}" for column in COLUMNS))
+    console = Console(highlight=False)
+    console.print(table)
+    pools = {name: weight for name, weight in state["weights"].items() if name != "sources"}
+    console.print("weights of rows: " + ", ".join(f"{name} {weight:g}" for name, weight in pools.items()))
 
 
 def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[str, Any]:
@@ -104,20 +116,3 @@ def by_source(row: dict[str, Any]) -> dict[str, dict[str, float]]:
             source, _, name = key.removeprefix(PREFIX).rpartition("/")
             numbers_by_source.setdefault(source, {})[name] = value
     return numbers_by_source
-
-
-def _show(state: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    if not state["sources"]:
-        print("no step is trained yet; weights: " + json.dumps(state["weights"]))
-        return
-    table = Table("data source", *COLUMNS, box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for source, numbers in state["sources"].items():
-        cells = ("" if name not in numbers else f"{numbers[name]:.4g}" for name in COLUMNS)
-        table.add_row(source, *cells)
-    console = Console(highlight=False)
-    console.print(table)
-    pools = {name: weight for name, weight in state["weights"].items() if name != "sources"}
-    console.print("weights of rows: " + ", ".join(f"{name} {weight:g}" for name, weight in pools.items()))

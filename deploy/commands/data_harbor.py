@@ -18,8 +18,6 @@ import typer
 
 from penstock.deploy.commands.shared import Overrides, show_progress, user_errors
 
-LINES = 10
-"""Lines of each output of an unsound task that are shown; the record has more."""
 if TYPE_CHECKING:
     from penstock.datasets.harbor import CheckedTask
     from penstock.deploy.config import RunConfig
@@ -178,19 +176,18 @@ def _passed(config: RunConfig | None) -> dict[str, str]:
 def _table(tasks: Sequence[CheckedTask]) -> list[str]:
     width = max(len(one.task) for one in tasks)
     head = f"{'task':{width}}  {'oracle':>8}  {'empty':>8}  {'seconds':>8}  verdict"
-    lines = [_wrapped(f"{one.task:{width}}  {_figures(one)}  ", one.problem or "sound") for one in tasks]
+    lines = []
+    for one in tasks:
+        begin, verdict = f"{one.task:{width}}  {_figures(one)}  ", " ".join((one.problem or "sound").split())
+        if sys.stdout.isatty():  # the verdict in a column of its own
+            columns = max(len(begin) + 20, shutil.get_terminal_size().columns)
+            indent = " " * len(begin)
+            lines.append(textwrap.fill(begin + verdict, columns, subsequent_indent=indent, break_on_hyphens=False))
+        else:
+            lines.append(begin + verdict)
     sound = sum(one.sound for one in tasks)
     outputs = [line for one in tasks for line in _outputs(one)]
     return [head, *lines, *outputs, f"{sound} of {len(tasks)} tasks are sound"]
-
-
-def _wrapped(begin: str, verdict: str) -> str:
-    """The verdict in a column of its own on a terminal, in one line elsewhere."""
-    verdict = " ".join(verdict.split())
-    if not sys.stdout.isatty():
-        return begin + verdict
-    columns = max(len(begin) + 20, shutil.get_terminal_size().columns)
-    return textwrap.fill(begin + verdict, columns, subsequent_indent=" " * len(begin), break_on_hyphens=False)
 
 
 def _outputs(one: CheckedTask) -> Iterator[str]:
@@ -201,7 +198,7 @@ def _outputs(one: CheckedTask) -> Iterator[str]:
         for name, text in (("solve.sh", probe.solution_output), ("its tests", probe.tests_output)):
             if text and not probe.right:
                 yield f"{one.task}, {probe.agent}: the last output of {name}"
-                yield from (f"    {line}" for line in without_repeats(text).splitlines()[-LINES:])
+                yield from (f"    {line}" for line in without_repeats(text).splitlines()[-10:])
 
 
 def _figures(one: CheckedTask) -> str:

@@ -22,8 +22,7 @@ Out = Annotated[Path, typer.Option("--out", help="Folder for SPLIT.parquet (to t
 Split = Annotated[str, typer.Option(help="Name of the files that are written.")]
 Image = Annotated[str, typer.Option(help="Name of a row's own image, with {id}; see recipes/swe/build-images.")]
 Repositories = Annotated[
-    Path | None,
-    typer.Option(help="Folder of clones, owner__name: boxes are filled from these, and need no images."),
+    Path | None, typer.Option(help="Folder of clones, owner__name: boxes are filled from these, and need no images.")
 ]
 TestCommand = Annotated[str, typer.Option(help="Instead of the dataset's: PYTHON -m pytest …, or any with {test}.")]
 

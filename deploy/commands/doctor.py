@@ -23,8 +23,7 @@ STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "FAIL": "red"}
 
 def doctor(
     recipe: Annotated[
-        Path | None,
-        typer.Argument(help="A recipe; not needed with --join.", metavar="RECIPE", callback=own_or_shipped),
+        Path | None, typer.Argument(help="A recipe; not needed with --join.", metavar="RECIPE", callback=own_or_shipped)
     ] = None,
     overrides: Overrides = None,
     *,
@@ -132,6 +131,8 @@ def _as_lines(checks: Iterable[Check]) -> bool:
 # memory of recipes --------------------------------------------------------------------------------------------------
 def _of_folder(folder: Path | None, described: Path | None, as_json: bool, *, alone: bool) -> bool:
     """Return True if no check fails. Raises `ConfigError`."""
+    from rich.console import Console
+
     from penstock.deploy.preflight.memory_checks import check_recipes
 
     if folder is None:
@@ -144,21 +145,7 @@ def _of_folder(folder: Path | None, described: Path | None, as_json: bool, *, al
     ok = all(one.check.ok for one in recipes)
     if as_json:
         print(json.dumps({"recipes": [_figures(one) for one in recipes], "ok": ok}))
-    else:
-        _as_table(recipes)
-    return ok
-
-
-def _figures(one: RecipeMemory) -> dict[str, object]:
-    gpus = {"count": one.gpus.count, "bytes": one.gpus.bytes} if one.gpus else None
-    sums = {"total_bytes": round(sum(one.parts.values())), "limit_bytes": round(one.limit)}
-    parts = {name: round(size) for name, size in one.parts.items()}
-    return {**_plain(one.check), "model": one.model, "sizes": one.sizes, "gpus": gpus, "parts": parts, **sums}
-
-
-def _as_table(recipes: list[RecipeMemory]) -> None:
-    from rich.console import Console
-
+        return ok
     console = Console(highlight=False)
     rows = [("", "recipe", "model", "GPUs", "sum", "limit"), *map(_row, recipes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -171,6 +158,14 @@ def _as_table(recipes: list[RecipeMemory]) -> None:
     for one in recipes:
         if one.check.skipped:
             console.print(f"{one.recipe}: {one.check.found}", markup=False, soft_wrap=True)
+    return ok
+
+
+def _figures(one: RecipeMemory) -> dict[str, object]:
+    gpus = {"count": one.gpus.count, "bytes": one.gpus.bytes} if one.gpus else None
+    sums = {"total_bytes": round(sum(one.parts.values())), "limit_bytes": round(one.limit)}
+    parts = {name: round(size) for name, size in one.parts.items()}
+    return {**_plain(one.check), "model": one.model, "sizes": one.sizes, "gpus": gpus, "parts": parts, **sums}
 
 
 def _row(one: RecipeMemory) -> tuple[str, ...]:

@@ -39,8 +39,8 @@ def prove(
 
     penstock prove calculator --row 17
     """
-    from penstock.deploy.provenance import check_record, read_record, write_record
-    from penstock.trainer import DataError
+    from penstock.deploy.provenance import check_record, read_record, steps_of_task, write_record
+    from penstock.trainer import DataError, load_rows
     from penstock.transfer_queue import BadPayload
 
     with user_errors(BadPayload, DataError, OSError):
@@ -50,7 +50,12 @@ def prove(
             print(f"{path} is written; sign it: ssh-keygen -Y sign -n penstock -f ~/.ssh/id_ed25519 {path}")
             return
         if row is not None:
-            _say_row(read_record(folder), _needed(config, model), row, as_json=as_json)
+            rows = load_rows(_needed(config, model).data.train)
+            if row >= len(rows):
+                refuse(f"--row {row}: {_needed(config, model).data.train} has {len(rows)} rows")
+            steps = steps_of_task(read_record(folder), rows[row].task("", "train"))
+            where = f"trained in steps {', '.join(map(str, steps))}" if steps else "in no trained step"
+            print(json.dumps({"row": row, "steps": steps}) if as_json else f"row {row}: {where}")
             return
         findings = check_record(folder, config, signers)
     if as_json:
@@ -78,18 +83,3 @@ def _needed(config: RunConfig | None, model: Path) -> RunConfig:
     if config is None:
         raise ConfigError(f"{model}: its run is not there; name it by --run")
     return config
-
-
-def _say_row(record: dict[str, object], config: RunConfig, row: int, *, as_json: bool) -> None:
-    from penstock.deploy.provenance import steps_of_task
-    from penstock.trainer import load_rows
-
-    rows = load_rows(config.data.train)
-    if row >= len(rows):
-        refuse(f"--row {row}: {config.data.train} has {len(rows)} rows")
-    steps = steps_of_task(record, rows[row].task("", "train"))
-    if as_json:
-        print(json.dumps({"row": row, "steps": steps}))
-    else:
-        where = f"trained in steps {', '.join(map(str, steps))}" if steps else "in no trained step"
-        print(f"row {row}: {where}")

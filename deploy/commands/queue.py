@@ -90,10 +90,7 @@ def export(
 
 
 @app.command()
-def drop(
-    run: RunArgument = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
+def drop(run: RunArgument = None, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> None:
     """Delete everything of a run from its queue. This cannot be undone."""
     if not yes:
         typer.confirm(f"Delete everything of run {run or 'PENSTOCK_RUN'} from its queue?", abort=True)
@@ -154,9 +151,7 @@ def requeue(episode_id: str, run: RunArgument = None) -> None:
 
 
 def _ask(
-    run: str | None,
-    question: Callable[[TransferQueue], Awaitable[Answer]],
-    settings: TransferQueueConfig | None = None,
+    run: str | None, question: Callable[[TransferQueue], Awaitable[Answer]], settings: TransferQueueConfig | None = None
 ) -> Answer:
     """Connects to the run's queue and asks one question; user errors are one message."""
 

@@ -68,7 +68,8 @@ def run_recipe(
         hint = f"\nonce the cause is corrected, continue with: {again}" if _can_continue(config) else ""
         return _complain(f"{error}{hint}", 1, as_json=as_json)
     except (Interrupted, KeyboardInterrupt):
-        return _complain(_interrupted(config, again), 130, as_json=as_json)
+        hint = f"; continue with: {again}" if _can_continue(config) else " before the run began: nothing is kept"
+        return _complain(f"interrupted{hint}", 130, as_json=as_json)
     if as_json:
         print(summary.read_text(), end="")
     else:
@@ -88,14 +89,8 @@ def _explain(config: RunConfig) -> None:
         console.print(f"{check.name}: {check.found}", markup=False, soft_wrap=True)
 
 
-def _interrupted(config: RunConfig | None, command: str) -> str:
-    """The last line of a run that was interrupted. `config` is None if the recipe was still read."""
-    if _can_continue(config):
-        return f"interrupted; continue with: {command}"
-    return "interrupted before the run began: nothing is kept"
-
-
 def _can_continue(config: RunConfig | None) -> bool:
+    """`config` is None if the recipe was still read."""
     return config is not None and has_begun(RunDir.of(config))
 
 

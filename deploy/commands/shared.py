@@ -60,9 +60,7 @@ def set_json(value: bool) -> bool:
 AsJson = Annotated[
     bool,
     typer.Option(
-        "--json",
-        callback=set_json,
-        help='Print one JSON object and nothing else; {"error": …} if the command fails.',
+        "--json", callback=set_json, help='Print one JSON object and nothing else; {"error": …} if the command fails.'
     ),
 ]
 RunName = Annotated[str, typer.Argument(help="A run's folder, or its name in --runs-dir.", metavar="RUN")]

@@ -19,19 +19,11 @@ if TYPE_CHECKING:
 COLUMNS = ("step_s", "tokens_per_s", "trainer_bubble", "rollout_bubble", "staleness_mean", "staleness_max")
 
 
-def _own_or_shipped(setup: Path | None) -> Path | None:
-    if setup is None:
-        return None
-    shipped = Path(penstock.__file__).parent / "simulator" / "setups" / setup.name
-    return shipped if not setup.exists() and shipped.is_file() else setup
-
-
 def simulate(
     setup: Annotated[
         Path | None,
         typer.Argument(
-            help="A YAML file of a cluster and its work, as on the page 'Scale', or the name of one that ships.",
-            callback=_own_or_shipped,
+            help="A YAML file of a cluster and its work, as on the page 'Scale', or the name of one that ships."
         ),
     ] = None,
     overrides: Overrides = None,
@@ -63,6 +55,8 @@ def simulate(
             return
         if setup is None:
             raise BadSetup("name a setup, such as agentic-64.yaml, or a run: penstock simulate --from RUN")
+        shipped = Path(penstock.__file__).parent / "simulator" / "setups" / setup.name
+        setup = shipped if not setup.exists() and shipped.is_file() else setup
         config = changed(of_file(setup), overrides or [])
         if sweep is None:
             _one(config, as_json)

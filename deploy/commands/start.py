@@ -18,9 +18,7 @@ COLUMNS = ("name", "needs", "about")
 """Columns of `penstock recipes`: headings of its tables, keys of its JSON."""
 
 
-def quickstart(
-    overrides: Overrides = None,
-) -> None:
+def quickstart(overrides: Overrides = None) -> None:
     """Train a small model to use a Python sandbox: one or two minutes on two CPU cores.
 
     A model of 1.2 million parameters learns from reward alone to call its tool. The run is in runs/quickstart-…;

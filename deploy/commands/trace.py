@@ -56,22 +56,20 @@ def weight_updates(root: Path) -> list[dict[str, Any]]:
     """Return weight updates from the queue of a running run, else as the run wrote them when it ended."""
     from penstock.common import read_jsonl
     from penstock.deploy.config import ConfigError
+    from penstock.deploy.run.connection import INTERACTIVE, RunConnection
     from penstock.transfer_queue import QueueError
+
+    async def of_queue(connect_env: str) -> list[dict[str, Any]]:
+        queue = await RunConnection.from_lines(connect_env).connect(INTERACTIVE)
+        try:
+            return [asdict(update) for update in await queue.updates()]
+        finally:
+            await queue.close()
 
     living = root / "connect.env"
     if living.exists():
         try:
-            return asyncio.run(_from_queue(living.read_text(encoding="utf-8")))
+            return asyncio.run(of_queue(living.read_text(encoding="utf-8")))
         except (ConfigError, QueueError, OSError) as error:
             typer.echo(f"no weight swaps: the run's queue does not answer: {error}", err=True)
     return read_jsonl(root / "weight_updates.jsonl")
-
-
-async def _from_queue(connect_env: str) -> list[dict[str, Any]]:
-    from penstock.deploy.run.connection import INTERACTIVE, RunConnection
-
-    queue = await RunConnection.from_lines(connect_env).connect(INTERACTIVE)
-    try:
-        return [asdict(update) for update in await queue.updates()]
-    finally:
-        await queue.close()

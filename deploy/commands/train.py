@@ -42,27 +42,21 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
         environment = {name: value for name, value in environment.items() if name not in TORCHRUN_TELLS}
     else:
         environment[SHUTDOWN_VARIABLE] = str(math.ceil(trainer_stop_s(trainer) + TORCHRUN_S))
-        folder = _new_folder(local_weights_dir(config, link.token))
+        # A folder of this life's ranks alone: files that an earlier life left are not for them. It goes with the
+        # weights.
+        weights = local_weights_dir(config, link.token)
+        try:
+            descriptor = hold_folder(weights)
+        except NotPrivate as error:
+            raise ConfigError(str(error.strerror)) from error
+        os.set_inheritable(descriptor, True)  # torchrun, which this process becomes, holds it from then on
+        folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=weights))
         words += ["-m", "torch.distributed.run", *rendezvous.arguments(trainer.ranks, link.run, folder)]
         if rendezvous.nodes > 1:
             environment |= interfaces_for(own_host())
         else:
             environment |= {RANKS_FILE_VARIABLE: str(folder / "ranks"), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     os.execve(python, [*words, "-m", "penstock.deploy.cli", "train-rank"], environment)  # noqa: S606
-
-
-def _new_folder(weights: Path) -> Path:
-    """Make a folder for the ranks of this life alone: files that an earlier life left are not for them. It goes with
-    the weights.
-
-    Raises `ConfigError` where the weights' folder is not this user's alone.
-    """
-    try:
-        descriptor = hold_folder(weights)
-    except NotPrivate as error:
-        raise ConfigError(str(error.strerror)) from error
-    os.set_inheritable(descriptor, True)  # torchrun, which this process becomes, holds it from then on
-    return Path(tempfile.mkdtemp(prefix="ranks-", dir=weights))
 
 
 async def _config(link: RunConnection, wait_s: float) -> RunConfig:

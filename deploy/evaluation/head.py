@@ -129,13 +129,13 @@ async def _run(plan: EvalPlan, file: ResultsFile, console: Console) -> None:
             # As the placement reads it: no GPU is the trainer's.
             without_trainer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 0})})
             async with open_weights(config, link.token), placement.open(without_trainer, run):
-                supervisor = Supervisor(lambda role: placement.place(role, run), _no_more)
+
+                def no_more(kind: str, number: int) -> Any:
+                    raise ConfigError(f"an evaluation has the {kind} roles that it began with")
+
+                supervisor = Supervisor(lambda role: placement.place(role, run), no_more)
                 collector = Collector(plan, file, queue, console)
                 await _supervise(config, link, queue, supervisor, collector, [*keepers, keeping])
-
-
-def _no_more(kind: str, number: int) -> Any:
-    raise ConfigError(f"an evaluation has the {kind} roles that it began with")
 
 
 async def _supervise(  # noqa: PLR0917 - called in one place

@@ -50,10 +50,16 @@ def estimate(values: Sequence[float], *, confidence: float = CONFIDENCE, seed: i
     """
     if not len(values):
         raise ValueError("an estimate needs at least one task")
-    tasks = np.asarray(values, dtype=np.float64)
+    tasks = np.asarray(values, dtype=np.float64)  # [T]
     mean = float(tasks.mean())
     if np.ptp(tasks) > 0:
-        low, high = _bootstrap(tasks, confidence, seed)
+        dice, means = np.random.default_rng(seed), list[NDArray[np.float64]]()
+        at_once = max(1, (1 << 22) // len(tasks))  # bounds the memory of resampling: numbers held at a time
+        for start in range(0, RESAMPLES, at_once):
+            count = min(at_once, RESAMPLES - start)
+            means.append(tasks[dice.integers(0, len(tasks), (count, len(tasks)))].mean(axis=1))
+        tail = (1 - confidence) / 2
+        low, high = map(float, np.quantile(np.concatenate(means), [tail, 1 - tail]))
     elif tasks[0] in (0.0, 1.0):
         low, high = wilson(mean, len(tasks), confidence)
     else:
@@ -67,16 +73,3 @@ def wilson(share: float, trials: int, confidence: float = CONFIDENCE) -> tuple[f
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     middle, whole = share + z * z / (2 * trials), 1 + z * z / trials
     return max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole)
-
-
-def _bootstrap(tasks: NDArray[np.float64], confidence: float, seed: int) -> tuple[float, float]:
-    """tasks [T]"""
-    dice = np.random.default_rng(seed)
-    at_once = max(1, (1 << 22) // len(tasks))  # bounds the memory of resampling: numbers held at a time
-    means: list[NDArray[np.float64]] = []
-    for start in range(0, RESAMPLES, at_once):
-        count = min(at_once, RESAMPLES - start)
-        means.append(tasks[dice.integers(0, len(tasks), (count, len(tasks)))].mean(axis=1))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
-    return float(low), float(high)

@@ -70,12 +70,15 @@ class EvalPlan:
 
     def settings(self) -> dict[str, Any]:
         """Settings that determine the results; two evaluations of equal settings may share a folder."""
-        config = self.config
+        config, folder, weights = self.config, Path(self.config.model), ""
+        if config.rollout.engine != "served" and folder.is_dir():  # of a hub's model or a server's nothing is known
+            states = ((path.name, path.stat()) for path in sorted(folder.glob("*")) if path.is_file())
+            weights = _digest([[name, state.st_size, state.st_mtime_ns] for name, state in states])
         # These say how fast episodes run, or are asked for apart.
         others = {"workers", "max_restarts", "concurrency", "server_requests", "capture", "temperature"}
         return {
             "model": self.source,
-            "weights": _weights_digest(config),
+            "weights": weights,
             "samples": self.samples,
             "temperature": self.temperature,
             "rows": _digest([_plain(row) for row in self.rows]),
@@ -184,15 +187,6 @@ def export_model(plan: EvalPlan) -> None:
 
 
 # digests -----------------------------------------------------------------------------------------------------------
-def _weights_digest(config: RunConfig) -> str:
-    """Names, sizes and times of a model folder's files; of a hub's model or a server's nothing is known."""
-    folder = Path(config.model)
-    if config.rollout.engine == "served" or not folder.is_dir():
-        return ""
-    files = sorted(path for path in folder.glob("*") if path.is_file())
-    return _digest([[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files])
-
-
 def _plain(row: DatasetRow) -> Mapping[str, Any]:
     return {
         "messages": list(row.messages),

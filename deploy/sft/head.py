@@ -45,7 +45,6 @@ from penstock.trainer import DataError, steps_of
 REFUSALS = (ConfigError, DataError, AgentError, SandboxError, ToolConfigError)
 """The recipe or its data are wrong."""
 REPORT_S = 0.5
-FEW_STEPS = 10
 LINE_S = 2.0
 """Between two lines if standard error is not a terminal."""
 
@@ -73,28 +72,23 @@ def fine_tune_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool) ->
 
 def _results(summary: Mapping[str, Any], path: Path) -> str:
     """Return how training ended, the losses and where the model is, for a terminal."""
+    advice, last = "", summary["loss_last"]
+    if last is not None and last > 0.95 * summary["loss_first"]:
+        advice = "the loss hardly fell: raise sft.lr (a small model needs about 5e-4) or sft.epochs"
+        if summary["steps"] < 10:
+            advice = f"the loss hardly fell in {summary['steps']} steps: give more conversations, or raise sft.epochs"
     losses = {"loss": "loss", "validation": "eval_loss"}
     pairs = {subject: (summary[f"{key}_first"], summary[f"{key}_last"]) for subject, key in losses.items()}
     lines = {
         **{subject: f"{first:.4f} -> {last:.4f}" for subject, (first, last) in pairs.items() if last is not None},
         "data": f"{summary['conversations']} conversations, {summary['tokens_trained']:,} tokens of the model's own",
-        "advice": _advice(summary),
+        "advice": advice,
         "left out": listed(summary["left_out"]) if summary["left_out"] else "",
         "model": summary["model"],
         "files": str(path),
     }
     head = f"{summary['name']}: {summary['ended'] or 'ended'}, after {summary['wall_s']:.0f} s"
     return "\n".join([head, *(f"  {subject:11}{line}" for subject, line in lines.items() if line)])
-
-
-def _advice(summary: Mapping[str, Any]) -> str:
-    """Return what to do about a loss that hardly fell; empty for one that did."""
-    first, last = summary["loss_first"], summary["loss_last"]
-    if last is None or last <= 0.95 * first:
-        return ""
-    if summary["steps"] < FEW_STEPS:
-        return f"the loss hardly fell in {summary['steps']} steps: give more conversations, or raise sft.epochs"
-    return "the loss hardly fell: raise sft.lr (a small model needs about 5e-4) or sft.epochs"
 
 
 def load_sft_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -105,10 +99,7 @@ def load_sft_config(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
         config = config.model_copy(update={"name": f"{config.name}-sft"})
     out = str(Path(config.sft.out).resolve()) if config.sft.out else None
     return config.model_copy(
-        update={
-            "runs_dir": str(Path(config.runs_dir).resolve()),
-            "sft": config.sft.model_copy(update={"out": out}),
-        }
+        update={"runs_dir": str(Path(config.runs_dir).resolve()), "sft": config.sft.model_copy(update={"out": out})}
     )
 
 
@@ -142,7 +133,11 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
         if changes:
             console.print(f"{config.name}: its settings have changed ({', '.join(changes)})", markup=False)
         steps = steps_of(config.sft, prepared.conversations)
-        if resume and _trained_steps(run) >= steps:
+        trained = 0
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # there is no summary yet
+            summary = json.loads(run.summary.read_text(encoding="utf-8"))
+            trained = int(summary["steps"]) if Path(summary["model"]).is_dir() else 0
+        if resume and trained >= steps:
             console.print(f"{config.name}: nothing is left to do of {steps} steps", markup=False)
             return run.summary
         config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
@@ -152,15 +147,6 @@ def _fine_tune(config: RunConfig, console: Console, *, resume: bool) -> Path:
         with connect_file(None, run):
             total = asyncio.run(_supervise(config, run, reporter))
         return write_sft_summary(config, run, prepared, total)
-
-
-def _trained_steps(run: RunDir) -> int:
-    """0 while the new model is not there."""
-    try:
-        summary = json.loads(run.summary.read_text(encoding="utf-8"))
-        return int(summary["steps"]) if Path(summary["model"]).is_dir() else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
 
 
 def _check_out(config: RunConfig, *, resume: bool) -> None:

@@ -8,9 +8,8 @@ Ids are read, never made from text. That this model's tokenizer gives them the r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,15 @@ def choose_recorded(folder: Path, config: SftConfig, dropped: Counter[str]) -> l
             dropped[f"of versions before {newest - config.newest_versions + 1}"] += 1
         else:
             accepted.append(one)
-    return _best_of_each_task(accepted, config.per_task, dropped) if config.per_task else accepted
+    if not config.per_task:
+        return accepted
+    by_task: dict[str, list[RecordedEpisode]] = {}
+    for one in accepted:
+        by_task.setdefault(prompt_of(one.record), []).append(one)
+    best_first = (sorted(alike, key=lambda each: (-each.reward, -each.newest)) for alike in by_task.values())
+    chosen = {id(one) for alike in best_first for one in alike[: config.per_task]}
+    dropped[f"beyond {config.per_task} of one task"] += len(accepted) - len(chosen)
+    return [one for one in accepted if id(one) in chosen]
 
 
 def _of_files(files: Iterable[Path], dropped: Counter[str]) -> Iterator[RecordedEpisode]:
@@ -76,19 +83,6 @@ def _of_files(files: Iterable[Path], dropped: Counter[str]) -> Iterator[Recorded
             name, where = str(record["episode_id"]), f"{file}, line {number}"
             seen[name] = RecordedEpisode(where, record["reward"], min(versions), max(versions), record)
     yield from seen.values()
-
-
-def _best_of_each_task(episodes: Sequence[RecordedEpisode], most: int, dropped: Counter[str]) -> list[RecordedEpisode]:
-    by_task: dict[str, list[RecordedEpisode]] = {}
-    for one in episodes:
-        by_task.setdefault(prompt_of(one.record), []).append(one)
-    chosen = {
-        id(one)
-        for alike in by_task.values()
-        for one in islice(sorted(alike, key=lambda each: (-each.reward, -each.newest)), most)
-    }
-    dropped[f"beyond {most} of one task"] += len(episodes) - len(chosen)
-    return [one for one in episodes if id(one) in chosen]
 
 
 def prompt_of(record: Record) -> str:
