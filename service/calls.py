@@ -18,8 +18,6 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Number = Annotated[int, Field(ge=0, lt=2**62)]
 PathKind = Literal["weights", "sampler_weights", "external_weights"]
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-_PATH = re.compile(r"tinker://([A-Za-z0-9:_-]+)/(weights|sampler_weights|external_weights)/([A-Za-z0-9._-]+)")
-MOST_TOKENS = 1 << 22
 
 
 class Body(BaseModel):
@@ -138,7 +136,7 @@ class Sample(Body):
     @field_validator("prompt")
     @classmethod
     def _has_tokens(cls, prompt: Prompt) -> Prompt:
-        if not 0 < len(prompt.ids) <= MOST_TOKENS:
+        if not 0 < len(prompt.ids) <= 1 << 22:
             raise ValueError(f"has {len(prompt.ids)} tokens")
         return prompt
 
@@ -234,7 +232,8 @@ class CheckpointPath(BaseModel):
     @classmethod
     def parse(cls, path: str) -> CheckpointPath | None:
         """None for a path that is none of this server's."""
-        match = _PATH.fullmatch(path)
+        kinds = "|".join(CHECKPOINT_TYPES)
+        match = re.fullmatch(rf"tinker://([A-Za-z0-9:_-]+)/({kinds})/([A-Za-z0-9._-]+)", path)
         try:
             return cls(run_id=match[1], kind=match[2], name=match[3]) if match else None
         except ValueError:

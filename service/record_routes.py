@@ -27,10 +27,8 @@ from penstock.service.routes import ServiceContext
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 """Files of a checkpoint that clients download: peft's."""
-URL_S = 3600.0
-LARGEST_PAGE = 1000
 FIRST = Query(0, ge=0)
-LIMIT = Query(100, ge=1, le=LARGEST_PAGE)
+LIMIT = Query(100, ge=1, le=1000)
 
 
 def make_record_router(context: ServiceContext) -> APIRouter:
@@ -151,7 +149,7 @@ def _add_checkpoints(router: APIRouter, context: ServiceContext) -> None:
     @router.get("/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls")
     async def urls(run_id: str, kind: str, name: str, http: Request) -> dict[str, Any]:
         """Addresses of the checkpoint's files, which need no key for an hour."""
-        path, until = await _path_of(context, http, run_id, kind, name), int(time.time() + URL_S)
+        path, until = await _path_of(context, http, run_id, kind, name), int(time.time() + 3600.0)
         base = str(http.base_url).rstrip("/")
         addresses = {
             file: f"{base}/api/v1/files/{until}/{_signature(context, path, until, file)}/{run_id}/{kind}/{name}/{file}"

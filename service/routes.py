@@ -52,7 +52,6 @@ HOLD_S = 30.0
 MOST_WAITING, MOST_OF_KEY = 512, 4096
 """Requests without a result: of one model or sampling session, and of one key."""
 RETRY_S = 2.0
-NO_HEAD_ADAPTER = "train_unembed changes nothing here: the head has no adapter on this server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,8 @@ def _add_models(router: APIRouter, context: ServiceContext) -> None:
         metadata, now = metadata if isinstance(metadata, dict) else None, time.time()
         record = SessionRecord(owner=owner_of(http), created=now, seen=now, user_metadata=metadata)
         await context.requests.put(record.record(session_id))
-        return {"type": "create_session", "session_id": session_id, "warning_message": NO_HEAD_ADAPTER}
+        warning = "train_unembed changes nothing here: the head has no adapter on this server"
+        return {"type": "create_session", "session_id": session_id, "warning_message": warning}
 
     @router.post("/create_model")
     async def create_model(body: CreateModel, http: Request) -> dict[str, str]:

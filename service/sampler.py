@@ -158,16 +158,15 @@ class SampleRunner:
         if not await self._queue.announce_sampler(Announcement(version, manifest.as_dict())):
             raise ValueError("another trainer has announced weights meanwhile")
         async with asyncio.timeout(MOUNT_S):
-            while not await self._servers_have(version):  # noqa: ASYNC110 - Redis is asked
+            while True:
+                servers = await self._queue.servers()
+                if refused := [one.refusal for one in servers if one.refused == version]:
+                    raise ValueError(refused[0])
+                if any(one.accepting for one in servers) and all(one.version == version for one in servers):
+                    break
                 await asyncio.sleep(POLL_S)
         self._mounted, self._version, self._mounted_at = folder, version, time.monotonic()
         self._job.metrics.mount_s.observe(self._mounted_at - began)
-
-    async def _servers_have(self, version: int) -> bool:
-        servers = await self._queue.servers()
-        if refused := [one.refusal for one in servers if one.refused == version]:
-            raise ValueError(refused[0])
-        return any(one.accepting for one in servers) and all(one.version == version for one in servers)
 
     # one sample ----------------------------------------------------------------------------------------------------
     async def _answer(self, request_id: str, request: ClientRequest, call: Sample, folder: str | None) -> None:

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from penstock.trainer import TorchThread
     from penstock.trainer.service import ClientModels
 
-POINT_AGAIN = Backoff(0.5, 30.0)
-"""Pauses before a point that could not be written is tried again."""
 IDLE_S = 0.02
 """Between two looks into an empty log."""
 READ_AHEAD = 4
@@ -165,16 +163,12 @@ class RequestRunner:
             # Before its result: what a checkpoint held may be removed as soon as a client sees that it is loaded.
             await self._write_point(outcome.note(request_id))
         await self._finish(request_id, outcome)
-        if outcome.is_point_due:
-            await self._requests.trim(self._position)
-        elif self._is_point_due(request):
+        if not outcome.is_point_due:
+            has_steps = self._steps[_model_of(request)] >= self._job.config.checkpoint_every
+            if not has_steps and self._log_bytes <= self._job.log_bytes:  # clients send bytes without any step, too
+                return
             await self._write_point()
-            await self._requests.trim(self._position)
-
-    def _is_point_due(self, request: ClientRequest) -> bool:
-        """True after enough steps of the request's model, or bytes, which clients send without any step too."""
-        steps = self._steps[_model_of(request)]
-        return steps >= self._job.config.checkpoint_every or self._log_bytes > self._job.log_bytes
+        await self._requests.trim(self._position)
 
     async def _settled(self, request: ClientRequest, request_id: str) -> Outcome:
         """The outcome, also of a request that fails."""
@@ -213,7 +207,7 @@ class RequestRunner:
 
         Raises `NotSaved`, `OSError`.
         """
-        pauses = POINT_AGAIN.pauses()
+        pauses = Backoff(0.5, 30.0).pauses()
         while True:
             try:
                 await self._in_torch(self._models.write_point, self._points, self._position, note)
@@ -337,7 +331,10 @@ class RequestRunner:
     async def _sweep(self) -> None:
         """Remove checkpoints whose time is over, and models and samplers of sessions that have ended: their clients
         said so, or were silent for `SILENT_S`."""
-        ended = await self._ended_sessions()
+        now, sessions = time.time(), await SessionRecord.read_all(self._requests)
+        ended = {
+            name for name, one in sessions.items() if now - one.seen > (FINISHED_S if one.is_finished else SILENT_S)
+        }
         over = [name for name in self._models.names if name.partition(":")[0] in ended]
         for model_id in over:
             await self._in_torch(self._models.remove, model_id)
@@ -349,19 +346,9 @@ class RequestRunner:
             if sampler.session_id in ended and sampler.folder is not None and sampler.folder.startswith("samplers/"):
                 await SamplerRecord.remove(self._requests, name)
                 await asyncio.to_thread(shutil.rmtree, self._job.folder / sampler.folder, ignore_errors=True)
-        await self._remove_expired()
-
-    async def _ended_sessions(self) -> set[str]:
-        sessions = await SessionRecord.read_all(self._requests)
-        now = time.time()
-        return {
-            name for name, one in sessions.items() if now - one.seen > (FINISHED_S if one.is_finished else SILENT_S)
-        }
-
-    async def _remove_expired(self) -> None:
         for path, record in (await CheckpointRecord.read_all(self._requests)).items():
             parsed = CheckpointPath.parse(path)
-            if parsed is not None and record.expires is not None and record.expires < time.time():
+            if parsed is not None and record.expires is not None and record.expires < now:
                 await CheckpointRecord.remove(self._requests, path)
                 folder = checkpoint_folder(self._job.folder, parsed)
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
