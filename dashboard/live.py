@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.dashboard.jsonable import plain
 from penstock.dashboard.runs import RunFiles, flat
-from penstock.transfer_queue import DeadLetter, JournalEntry, QueueError, TransferQueue, WeightUpdate
+from penstock.transfer_queue import DeadLetter, JournalEntry, QueueError, TransferQueue
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -138,7 +138,12 @@ class Pulse:
                 status, servers = await queue.status(), await queue.servers()
                 # Weight updates are asked for less often than the rest: a long run has thousands.
                 if time.monotonic() - beat.updates_at > 10.0 or not beat.updates:
-                    beat.updates, beat.updates_at = _summary_of(await queue.updates()), time.monotonic()
+                    updates = await queue.updates()
+                    pauses_ms = [1000 * update.pause_s for update in updates]
+                    p50, p99 = (float(np.percentile(pauses_ms, at)) if pauses_ms else None for at in (50, 99))
+                    newest = plain(updates[:-21:-1])  # 20, newest first
+                    beat.updates = {"count": len(updates), "pause_ms_p50": p50, "pause_ms_p99": p99, "newest": newest}
+                    beat.updates_at = time.monotonic()
         except TimeoutError:
             return {"alive": False, "cause": f"the queue did not answer within {DEADLINE_S:g} s"}
         except (NotAlive, QueueError) as error:
@@ -151,10 +156,3 @@ class Pulse:
             "servers": [{**plain(server), "lag": max(0, status.version - server.version)} for server in servers],
             "updates": beat.updates,
         }
-
-
-def _summary_of(updates: Sequence[WeightUpdate]) -> dict[str, Any]:
-    """Pauses of the servers at weight updates, and the newest 20 updates, newest first."""
-    pauses_ms = [1000 * update.pause_s for update in updates]
-    p50, p99 = (float(np.percentile(pauses_ms, percent)) if pauses_ms else None for percent in (50, 99))
-    return {"count": len(updates), "pause_ms_p50": p50, "pause_ms_p99": p99, "newest": plain(updates[:-21:-1])}

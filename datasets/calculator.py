@@ -69,19 +69,18 @@ def random_expression(rng: Random, profile: Profile) -> str:
 
 
 def _operand(rng: Random, profile: Profile) -> str:
+    def integer(length: int) -> str:
+        return str(rng.randrange(10 ** (length - 1), 10**length))
+
     length = rng.choices(range(1, len(profile.digits) + 1), profile.digits)[0]
     if rng.random() < profile.decimal:
         places = rng.randint(1, 2)
-        whole = _integer(rng, min(length, 4) - 1) if length > 1 else "0"
+        whole = integer(min(length, 4) - 1) if length > 1 else "0"
         return f"{whole}.{rng.randrange(1, 10**places):0{places}d}"
     if rng.random() < profile.round_number and length > 1:
         nonzero = rng.randint(1, length - 1)
-        return _integer(rng, nonzero) + "0" * (length - nonzero)
-    return _integer(rng, length)
-
-
-def _integer(rng: Random, length: int) -> str:
-    return str(rng.randrange(10 ** (length - 1), 10**length))
+        return integer(nonzero) + "0" * (length - nonzero)
+    return integer(length)
 
 
 DATA_SOURCE = "calculator"

@@ -24,12 +24,7 @@ def arithmetic_row(expression: str, data_source: str, split: str, index: int) ->
         "prompt": [{"role": "user", "content": question(expression)}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": repr(evaluate(expression))},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "expression": expression,
-            "in_range": in_range(expression),
-        },
+        "extra_info": {"split": split, "index": index, "expression": expression, "in_range": in_range(expression)},
     }
 
 

@@ -29,8 +29,6 @@ DRAWS = 12
 """The smallest and the largest of 12 draws estimate the quantiles 1/24 and 23/24 (Hazen 1914): a 92 % interval."""
 ADMISSION_S = 0.1
 """An agent worker that was refused looks again after 0.05 to 0.2 s (agent_loops/worker.py, BACK_OFF_S)."""
-NINTH_DECILE = 1.2816
-"""The 0.9-quantile of the standard normal distribution."""
 
 
 class MeasuredRun(Section):
@@ -92,7 +90,8 @@ def measured(run_dir: Path, rows: Sequence[Mapping[str, Any]], cores: int, load:
     tokens = sum(row["tokens"] / row["episodes"] for row in rows) / len(rows)
     middle, long = mean("length_decile/5"), mean("length_decile/9")
     calls = max(turns - 1, 1e-9)
-    tools_s = sum(mean(key) for key in {key for row in rows for key in row if _is_tool_time(key)})
+    keys = {key for row in rows for key in row if key.startswith("episode/tool/") and key.endswith("_s")}
+    tools_s = sum(map(mean, keys))
     return MeasuredRun(
         name=config["name"],
         max_staleness=config["max_staleness"],
@@ -113,14 +112,10 @@ def measured(run_dir: Path, rows: Sequence[Mapping[str, Any]], cores: int, load:
         tool_s=tools_s / calls if turns > 1 else 0.0,
         turns=turns,
         sampled_tokens=sampled,
-        spread=math.log(long / middle) / NINTH_DECILE if long > middle > 0 else 0.0,
+        spread=math.log(long / middle) / 1.2816 if long > middle > 0 else 0.0,  # the standard normal's 0.9-quantile
         prompt_tokens=tokens - response,
         observation_tokens=(response - sampled) / calls,
     )
-
-
-def _is_tool_time(key: str) -> bool:
-    return key.startswith("episode/tool/") and key.endswith("_s")
 
 
 def simulation(run: MeasuredRun, rates: Rates, background: float = 0.0) -> Simulation:

@@ -34,18 +34,16 @@ def slowest_ranks(
     """Tokens of the fullest rank in each update. Episodes are dealt to updates and ranks at random, the same for all
     numbers of ranks; `balanced` then moves them so that ranks are equally full (longest first to the emptiest)."""
     order = np.random.default_rng([*seed, len(tokens)]).permutation(len(tokens))
-    shuffled = np.asarray(tokens, dtype=float)[order]
-    return [_fullest(part, ranks, balanced) for part in np.array_split(shuffled, updates)]
-
-
-def _fullest(tokens: np.ndarray, ranks: int, balanced: bool) -> float:
-    loads = np.zeros(ranks)
-    if not balanced:
-        np.add.at(loads, np.arange(len(tokens)) % ranks, tokens)
-        return float(loads.max())
-    for length in sorted(tokens, reverse=True):
-        loads[loads.argmin()] += length
-    return float(loads.max())
+    fullest = []
+    for part in np.array_split(np.asarray(tokens, dtype=float)[order], updates):
+        loads = np.zeros(ranks)
+        if balanced:
+            for length in sorted(part, reverse=True):
+                loads[loads.argmin()] += length
+        else:
+            np.add.at(loads, np.arange(len(part)) % ranks, part)
+        fullest.append(float(loads.max()))
+    return fullest
 
 
 def simulate(config: Simulation) -> Result:
@@ -78,21 +76,17 @@ class Pipeline:
 
     # rollouts ------------------------------------------------------------------------------------------------------
     def _admit(self) -> None:
-        while may_admit(self.config, self.admitted, self.version) and self._has_room() and self._batch_may_begin():
+        rollout = self.config.rollout
+        while may_admit(self.config, self.admitted, self.version):
+            if rollout.groups_in_flight and len(self._running) >= rollout.groups_in_flight:
+                return
+            # With whole batches: inside a batch always, at the start of one only when nothing runs.
+            if rollout.whole_batches and self._running and self.admitted % self.config.groups_per_step == 0:
+                return
             group = draw(self.config, self.admitted, self.version)
             self.admitted += 1
             self._running[group.number] = group
             self.rollouts.begin(group)
-
-    def _has_room(self) -> bool:
-        most = self.config.rollout.groups_in_flight
-        return not most or len(self._running) < most
-
-    def _batch_may_begin(self) -> bool:
-        """With whole batches: inside a batch always, at the start of one only when nothing runs."""
-        if not self.config.rollout.whole_batches:
-            return True
-        return self.admitted % self.config.groups_per_step != 0 or not self._running
 
     def _ended(self, group: Group) -> None:
         del self._running[group.number]

@@ -116,16 +116,16 @@ class Rollouts:
         self._clock.after(self._config.rollout.back_after_s, replace)
 
     def _lease(self) -> None:
-        most = self._config.rollout.in_flight
-        while self._queue and (not most or self.running < most):
+        rollout = self._config.rollout
+        while self._queue and (not rollout.in_flight or self.running < rollout.in_flight):
             self.running += 1
             self._start(self._queue.popleft())
 
     def _start(self, episode: SimulatedEpisode) -> None:
-        if not self._config.rollout.start_s:
+        if self._config.rollout.start_s:
+            self.starts.submit(self._config.rollout.start_s, lambda _: self._place(episode))
+        else:
             self._place(episode)
-            return
-        self.starts.submit(self._config.rollout.start_s, lambda _: self._place(episode))
 
     def _place(self, episode: SimulatedEpisode) -> None:
         self._at[id(episode)] = server = self._emptiest()
@@ -162,9 +162,6 @@ class Rollouts:
     def _decoded(self, episode: SimulatedEpisode, job: Job) -> None:
         del self._jobs[id(episode)]
         self._at[id(episode)].count_tokens(episode, job, job.work)
-        self._answered(episode)
-
-    def _answered(self, episode: SimulatedEpisode) -> None:
         episode.turn += 1
         if episode.turn == episode.turns:
             self._finish(episode)

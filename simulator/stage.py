@@ -160,23 +160,24 @@ class Stage:
         """Say when the next job ends; an earlier word about it no longer counts."""
         self._plan += 1
         rate = self._rate()
-        if self._running and rate > 0:
-            plan, remaining = self._plan, self._running[0][0] - self.progress
-            self._clock.after(remaining / rate, lambda: self._end_first(plan))
+        if not self._running or rate <= 0:
+            return
+        plan, remaining = self._plan, self._running[0][0] - self.progress
+
+        def end_first() -> None:
+            if plan == self._plan:
+                self.settle()
+                end, _, job = heapq.heappop(self._running)
+                self.progress = end  # exactly, so that rounding never leaves a job with a last 1e-12 of work
+                self._fill()
+                job.done(job)
+
+        self._clock.after(remaining / rate, end_first)
 
     def _rate(self) -> float:
         if self._pauses or not self._running:
             return 0.0
         return self._speed(len(self._running)) * (self._host.share if self._host else 1.0)
-
-    def _end_first(self, plan: int) -> None:
-        if plan != self._plan:
-            return
-        self.settle()
-        end, _, job = heapq.heappop(self._running)
-        self.progress = end  # exactly, so that rounding never leaves a job with a last 1e-12 of work
-        self._fill()
-        job.done(job)
 
     def _fill(self) -> None:
         while self.waiting and len(self._running) < self._capacity:

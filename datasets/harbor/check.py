@@ -37,8 +37,6 @@ from penstock.transfer_queue import is_reached, same_reward
 AgentName = Literal["oracle", "empty"]
 AGENTS: tuple[AgentName, ...] = ("oracle", "empty")
 FULL = 1.0
-OUTPUT_END = 2000
-"""Bytes of each output that a record keeps."""
 Report = Callable[[str], None]
 Builder = Callable[[HarborTask], Awaitable[None]]
 """Makes the image of a task if it is not there yet. Raises `SandboxError`."""
@@ -229,7 +227,7 @@ def _end_of(result: RunResult, task: HarborTask) -> str:
 async def _last_output(environment: HarborEnvironment, path: str) -> str:
     """The end of a file of the box; empty if the box cannot say it: the grade counts without."""
     try:
-        return await environment.output_of(path, OUTPUT_END)
+        return await environment.output_of(path, 2000)
     except SandboxError:
         return ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +48,9 @@ async def make_tasks(
             result = await Factory(package, sandbox, out, settings).make(report)
             rows += result.tasks
             licence = package.licence or "licence not stated"
-            lines.append(f"{package.name} {package.version} ({licence}): {_counts_text(result.counts)}")
+            names = ("tried", *sorted(set(result.counts) - {"tried"}))
+            counts = ", ".join(f"{result.counts[name]} {name.replace('_', ' ')}" for name in names)
+            lines.append(f"{package.name} {package.version} ({licence}): {counts}")
     finally:
         await sandbox.close()
     if not rows:
@@ -60,11 +61,6 @@ async def make_tasks(
         if tasks:
             lines.append(f"{write_split(tasks, out, split)}: {len(tasks)} tasks")
     return lines
-
-
-def _counts_text(counts: Counter[str]) -> str:
-    """The outcome of the mutants."""
-    return ", ".join(f"{counts[name]} {name.replace('_', ' ')}" for name in ("tried", *sorted(set(counts) - {"tried"})))
 
 
 async def check_tasks(

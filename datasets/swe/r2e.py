@@ -28,13 +28,17 @@ def r2e_task(row: Raw, scratch: TreeStore) -> Fields:
     passed = [test for test, outcome in after.items() if outcome == "PASSED"]
     # Both name the same tests as passed: `expected_output_json` without their files.
     expected = mapping(row, "expected_output_json")
-    names = {_ANSI.sub("", name).split(" - ")[0] for name, outcome in expected.items() if outcome == "PASSED"}
-    if only := sorted(names ^ {".".join(test.split("::")[1:]) for test in passed}):
+    listed = {_ANSI.sub("", name).split(" - ")[0] for name, outcome in expected.items() if outcome == "PASSED"}
+    if only := sorted(listed ^ {".".join(test.split("::")[1:]) for test in passed}):
         raise BadRow(f"field 'expected_output_json' and the log of the fixed commit disagree, first about {only[0]!r}")
     fail_to_pass = [test for test in passed if before.get(test) != "PASSED"]
     if not fail_to_pass:
         raise BadRow("field 'execution_result_content': no test fails before the fix and passes after it")
     statement = text(row, "problem_statement")
+    names, codes = texts(ran, "test_file_names"), texts(ran, "test_file_codes")
+    if len(names) != len(codes):
+        raise BadRow(f"field 'execution_result_content': {len(names)} test_file_names, {len(codes)} test_file_codes")
+    tests = {f"r2e_tests/{PurePosixPath(name).name}": code.encode() for name, code in zip(names, codes, strict=True)}
     issue = re.search(r"\[ISSUE\](.*)\[/ISSUE\]", statement, re.DOTALL)
     instance_id = f"{text(row, 'repo_name')}-{text(row, 'commit_hash')}"
     return {
@@ -44,7 +48,7 @@ def r2e_task(row: Raw, scratch: TreeStore) -> Fields:
         "problem_statement": (issue[1] if issue else statement).strip(),
         "FAIL_TO_PASS": fail_to_pass,
         "PASS_TO_PASS": [test for test in passed if test not in fail_to_pass],
-        "test_patch": _test_patch(ran, scratch),
+        "test_patch": _diff(scratch, {}, tests),
         "patch": _fix(commit, scratch),
         "test_command": f"PYTHONWARNINGS=ignore {PYTHON} -m pytest",
     }
@@ -57,15 +61,6 @@ def _outcomes(ran: Mapping[str, Any], field: str) -> dict[str, str]:
         raise BadRow(f"field 'execution_result_content': {field} holds no summary of pytest -rA")
     line = re.compile(r"^(PASSED|FAILED|ERROR) (\S+\.py::.+?)(?: - .*)?$", re.MULTILINE)
     return {test: outcome for outcome, test in line.findall(log.rpartition(_SUMMARY)[2])}
-
-
-def _test_patch(ran: Mapping[str, Any], scratch: TreeStore) -> str:
-    names = texts(ran, "test_file_names")
-    codes = texts(ran, "test_file_codes")
-    if len(names) != len(codes):
-        raise BadRow(f"field 'execution_result_content': {len(names)} test_file_names, {len(codes)} test_file_codes")
-    files = {f"r2e_tests/{PurePosixPath(name).name}": code.encode() for name, code in zip(names, codes, strict=True)}
-    return _diff(scratch, {}, files)
 
 
 def _fix(commit: Mapping[str, Any], scratch: TreeStore) -> str:
