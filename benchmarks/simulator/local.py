@@ -20,16 +20,7 @@ from pydantic import Field
 
 from penstock.simulator import Simulation, simulate
 from penstock.simulator.config import Section
-from penstock.simulator.measured import (
-    ROUNDS,
-    MeasuredRun,
-    Rates,
-    calibrate,
-    measured,
-    others,
-    read_steps,
-    simulation,
-)
+from penstock.simulator.measured import ROUNDS, MeasuredRun, Rates, calibrate, measured, others, read_steps, simulation
 
 FILE = Path(__file__).parent / "cases" / "local.json"
 COMPARABLE = 0.25

@@ -47,12 +47,7 @@ class BareEngine:
 
 def _vllm_body(ask: Ask) -> dict[str, Any]:
     params = {"temperature": 1.0, "max_tokens": ask.answer_tokens, "ignore_eos": True, "detokenize": False}
-    return {
-        "model": "policy",
-        "token_ids": ask.token_ids,
-        "sampling_params": {**params, "logprobs": 0},
-        "stream": True,
-    }
+    return {"model": "policy", "token_ids": ask.token_ids, "sampling_params": {**params, "logprobs": 0}, "stream": True}
 
 
 def _vllm_event(event: dict[str, Any], ids: list[int], logprobs: list[float]) -> None:

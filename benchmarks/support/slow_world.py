@@ -106,11 +106,7 @@ class SlowTool(BaseTool):
 
     name = "look"
     description = "Looks at something."
-    parameters: Mapping[str, Any] = {
-        "type": "object",
-        "properties": {"at": {"type": "string"}},
-        "required": ["at"],
-    }
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

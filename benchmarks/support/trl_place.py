@@ -20,7 +20,4 @@ def trl_version(folder: str) -> str | None:
 def trl_environment(folder: str) -> dict[str, str]:
     """torch, transformers and all that this environment has are those of the other sides. The repository's `datasets`
     comes after the package of that name, and the current folder not at all."""
-    return {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), folder, str(ROOT)]),
-        "PYTHONSAFEPATH": "1",
-    }
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), folder, str(ROOT)]), "PYTHONSAFEPATH": "1"}

@@ -92,10 +92,7 @@ ENDS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 NORMS = _layer(0, "input_layernorm", "post_attention_layernorm")
 TIED = ENDS[:2]
 PLAIN = (*ENDS, *NORMS, *_qkvo(), *_mlp())
-PHI3 = (
-    *(*ENDS, *NORMS),
-    *_layer(0, "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
-)
+PHI3 = (*(*ENDS, *NORMS), *_layer(0, "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"))
 DELTA_SIZES = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -129,11 +126,7 @@ MLA = _layer(
     "self_attn.q_a_layernorm",
     "self_attn.kv_a_layernorm",
 )
-SHARED_EXPERTS = (
-    *_experts(1),
-    *_mlp(1, "mlp.shared_experts"),
-    "model.layers.1.mlp.gate.e_score_correction_bias",
-)
+SHARED_EXPERTS = (*_experts(1), *_mlp(1, "mlp.shared_experts"), "model.layers.1.mlp.gate.e_score_correction_bias")
 MAMBA_SIZES = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -196,13 +189,7 @@ FAMILIES: Sequence[Family] = (
             "final_logit_softcapping": 2.0,
             "query_pre_attn_scalar": 8,
         },
-        (
-            *TIED,
-            *_qkvo(),
-            *_mlp(),
-            *NORMS,
-            *_layer(0, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        ),
+        (*TIED, *_qkvo(), *_mlp(), *NORMS, *_layer(0, "pre_feedforward_layernorm", "post_feedforward_layernorm")),
     ),
     Family(
         "Gemma 3",

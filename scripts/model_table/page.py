@@ -26,11 +26,7 @@ UNKNOWN = "–"
 TEXT = Path(__file__).with_name("models.md")
 """The page but for its table."""
 WIDTH = 100
-WHOLE_WORDS: Mapping[str, Any] = {
-    "subsequent_indent": "  ",
-    "break_long_words": False,
-    "break_on_hyphens": False,
-}
+WHOLE_WORDS: Mapping[str, Any] = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
 NOTE = re.compile(r"^- \[(\d+)\] (.*(?:\n  .*)*)", re.MULTILINE)
 CITED = re.compile(r" \[(\d+)\]$")
 

@@ -16,10 +16,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
         "penstock.agent_loops.ToolBox",
         "penstock.gateway.OpenAIAgentLoop",
     ),
-    "Rewards": (
-        "penstock.agent_loops.rewards.BaseReward",
-        "penstock.agent_loops.rewards.Answer",
-    ),
+    "Rewards": ("penstock.agent_loops.rewards.BaseReward", "penstock.agent_loops.rewards.Answer"),
     "Tools": (
         "penstock.tools.function_tool",
         "penstock.tools.BaseTool",
