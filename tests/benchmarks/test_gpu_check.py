@@ -37,11 +37,7 @@ def executable(path: Path, text: str) -> None:
     [
         (None, {}, "needs an NVIDIA GPU"),
         ("No devices were found", {}, "lists no GPU"),
-        (
-            "GPU 0: NVIDIA X",
-            {"GPU_CHECK_STEPS": "conformence-*"},
-            "GPU_CHECK_STEPS=conformence-* names no step",
-        ),
+        ("GPU 0: NVIDIA X", {"GPU_CHECK_STEPS": "conformence-*"}, "GPU_CHECK_STEPS=conformence-* names no step"),
     ],
 )
 def test_refusals_come_before_anything_is_installed(
@@ -176,26 +172,6 @@ def test_a_table_can_be_made_while_a_step_runs_and_of_files_that_are_cut_short(t
         "| versions | driver 580.65.06 |",
         "| versions | .venv/bin/python: torch 2.13.0 |",
         "| weights | did not end: gpu-check was ended first |",
-    ]
-
-
-def test_the_table_has_the_figures_of_runs(tmp_path: Path) -> None:
-    figures = {"steps": 20, "step_s_mean": 61.54, "reward_first_3": [0.1, 0.25], "lost": 0}
-    turns = {"turns": {"engine": 21, "trainer": 20}, "device_bytes": {}}
-    report = {"run": "gsm8k", "dtype": "bfloat16", "figures": {**figures, **turns}, "wrong": ["lost is 3"]}
-    (tmp_path / "run-gsm8k.json").write_text(json.dumps(report))
-    (tmp_path / "ranks-nccl.left-out").write_text("two trainer ranks need two GPUs, this machine has 1\n")
-    main(tmp_path)
-    assert (tmp_path / "table.md").read_text().splitlines()[3:] == [
-        "| run-gsm8k: dtype | bfloat16 |",
-        "| run-gsm8k: steps | 20 |",
-        "| run-gsm8k: step_s_mean | 61.5 |",
-        "| run-gsm8k: reward_first_3 | 0.1 0.25 |",
-        "| run-gsm8k: lost | 0 |",
-        "| run-gsm8k: turns | engine 21, trainer 20 |",
-        "| run-gsm8k: device_bytes | not measured |",
-        "| run-gsm8k: wrong | lost is 3 |",
-        "| ranks-nccl | left out: two trainer ranks need two GPUs, this machine has 1 |",
     ]
 
 

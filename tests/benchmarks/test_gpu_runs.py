@@ -23,9 +23,7 @@ from benchmarks.support.gpu_runs import (
     main,
     memory_by_turn,
     memory_watched,
-    parse,
     report_of,
-    spans,
     wrong_turns,
 )
 from penstock.deploy import RunDir, load_config
@@ -51,10 +49,6 @@ def in_turns(steps: int = 2) -> GpuRun:
     return colocated("vllm", 1, on_gpu=True, more=[f"trainer.steps={steps}"])
 
 
-def test_spans_join_the_engines_that_hold_together() -> None:
-    assert spans(TURNS) == {"engine": [(1.0, 4.0), (9.0, 9.0)], "trainer": [(5.0, 8.0)]}
-
-
 def test_turns_that_overlap_are_wrong_and_so_are_missing_ones() -> None:
     assert list(wrong_turns(in_turns(), TURNS)) == []
     overlapping = sorted([*TURNS, turn(3.5, "trainer", True, "t"), turn(3.6, "trainer", False, "t")], key=at)
@@ -78,11 +72,7 @@ def test_memory_is_told_by_the_turn_in_which_it_was_used() -> None:
 
 @pytest.mark.parametrize(("printed", "sizes"), [("1000\\n24\\n", {1024 * MIB}), ("[N/A]\\n", set())])
 def test_memory_of_all_gpus_is_watched_if_the_driver_reports_it(
-    printed: str,
-    sizes: set[int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    printed: str, sizes: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\nprintf '{printed}'\n")
@@ -160,14 +150,6 @@ def test_the_runs_are_recipes_that_load(run: GpuRun) -> None:
     assert config.trainer.dtype == run.dtype == "bfloat16"
     shares = {**config.rollout.vllm_args, **config.rollout.sglang_args}
     assert list(shares.values()) == ([] if run.name == "ranks" else [gpu_runs.SHARE])
-
-
-@pytest.mark.parametrize(
-    "words", [["gsm8k", "out"], ["colocated", "out", "steps"], ["colocated", "out", "--engine", "served"]]
-)
-def test_bad_words_are_refused(words: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(words)
 
 
 def test_rows_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -67,12 +67,7 @@ def test_one_interrupt_prints_the_summary_and_leaves_nothing(tmp_path: Path, wor
     environment = {**outer, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     with (tmp_path / "output").open("w") as output:
         run = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+            command, cwd=tmp_path, env=environment, stdout=output, stderr=output, start_new_session=True
         )
     try:
         until_in_threads(

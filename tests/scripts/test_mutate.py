@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from mutation.__main__ import in_words, make_report
-from mutation.campaign import State, draw
+from mutation.campaign import State
 from mutation.points import points_of
 from mutation.runs import outcome_of
-from mutation.tree import mirrored_folder, product_files, script_names
+from mutation.tree import script_names
 
 PYTHON = [  # one line of a function's body, or of several; the operator; the line with the mistake
     ("if a < b: return", "compare", "if a <= b: return"),
@@ -309,20 +309,6 @@ def test_outcome_of_a_run(tmp_path: Path, entries: list[dict[str, str]], code: i
     notes.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     outcome = outcome_of(notes, code)
     assert (outcome.cause, outcome.by) == (cause, by)
-
-
-def test_draw_depends_on_the_seed_alone(toy: Path) -> None:
-    files = product_files(toy, ["queue"])
-    first, again, other = (draw(toy, list(order), seed) for order, seed in ((files, 1), (files[::-1], 1), (files, 2)))
-    assert first == again
-    assert first != other
-    assert {point.line for point in first if point.path.endswith("limits.py")} == {2, 4, 6, 8, 10, 12, 14, 15}
-
-
-def test_tests_mirror_the_tree(toy: Path) -> None:
-    assert mirrored_folder(toy, "src/toy/queue/lua/admit.lua") == "tests/queue"
-    assert mirrored_folder(toy, "queue/limits.py") == "tests/queue"
-    assert mirrored_folder(toy, "src/toy/other/a.py") == "tests"
 
 
 @pytest.mark.parametrize(
