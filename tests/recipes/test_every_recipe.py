@@ -12,12 +12,7 @@ import yaml
 
 from penstock.agent_loops import load_object
 from penstock.agent_loops.rewards import load_reward
-from penstock.deploy import (
-    load_config,
-    load_sandbox,
-    parse_config,
-    run_recipe,
-)
+from penstock.deploy import load_config, load_sandbox, parse_config, run_recipe
 from penstock.testing import FakeSandbox
 from penstock.tools import SweSettings, close_tools, make_tools
 

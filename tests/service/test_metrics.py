@@ -51,10 +51,7 @@ async def test_each_process_exports_what_it_did(served: Served) -> None:
                 "penstock_service_mount_seconds_count 1.0",
                 "penstock_service_adapters 1.0",
             ],
-            "api": [
-                'penstock_api_refusals_total{cause="key"} 1.0',
-                'penstock_api_refusals_total{cause="request"} 1.0',
-            ],
+            "api": ['penstock_api_refusals_total{cause="key"} 1.0', 'penstock_api_refusals_total{cause="request"} 1.0'],
             "head": [
                 'penstock_service_waiting_requests{owner="owner"} 0.0',
                 'penstock_service_done_requests_total{owner="owner"} 5.0',

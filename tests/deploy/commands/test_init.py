@@ -16,12 +16,7 @@ from typer.testing import CliRunner
 
 from penstock.agent_loops import find_loop
 from penstock.deploy import app, load_config
-from penstock.deploy.shipped import (
-    project_files,
-    shipped_recipes,
-    templates,
-    write_project,
-)
+from penstock.deploy.shipped import project_files, shipped_recipes, templates, write_project
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPES = REPOSITORY / "recipes"

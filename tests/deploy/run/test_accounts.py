@@ -40,10 +40,7 @@ def accounts_of(*entries: LedgerEntry, idle: str = "the trainer is behind") -> d
 def test_what_an_episode_used_beyond_its_trajectory_was_sampled_again() -> None:
     first = used(1, {"train/0#0": {"tokens": 30, "rollout_s": 3.0}, "train/0#1": {"tokens": 10, "rollout_s": 1.0}})
     sums = accounts_of(first, ended(2, Fate.TRAINED, m0=20, m1=10))
-    assert sums == {
-        "rollout_s": {"sampled again": 1.0, "trained": 3.0},
-        "tokens": {"sampled again": 10, "trained": 30},
-    }
+    assert sums == {"rollout_s": {"sampled again": 1.0, "trained": 3.0}, "tokens": {"sampled again": 10, "trained": 30}}
 
 
 def test_what_a_process_used_and_did_not_report_is_booked_at_its_end() -> None:

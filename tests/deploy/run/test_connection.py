@@ -11,16 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.deploy import (
-    ConfigError,
-    RoleSpec,
-    RunConfig,
-    RunConnection,
-    RunDir,
-    dump_config,
-    limits_of,
-    roles_of,
-)
+from penstock.deploy import ConfigError, RoleSpec, RunConfig, RunConnection, RunDir, dump_config, limits_of, roles_of
 from penstock.deploy.run.connection import FolderQueues, connection_of_run, own_redis
 from penstock.deploy.run.plan import page_roles
 from penstock.rollout_server import RolloutConfig

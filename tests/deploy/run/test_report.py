@@ -162,10 +162,7 @@ async def test_the_summary_counts_a_replayed_step_once(config: RunConfig, queue:
 
 @pytest.mark.parametrize(
     ("steps", "completed", "dropped", "held", "lost", "twice", "still_held"),
-    [
-        (["ab", "c"], 6, 1, "cde", 0, 0, 2),
-        (["ab", "a"], 4, 0, "", 2, 1, 0),
-    ],
+    [(["ab", "c"], 6, 1, "cde", 0, 0, 2), (["ab", "a"], 4, 0, "", 2, 1, 0)],
 )
 async def test_the_accounts_of_a_run_name_lost_and_repeated_episodes(
     config: RunConfig, queue: MemoryTransferQueue, monkeypatch: pytest.MonkeyPatch, steps: list[str],

@@ -100,10 +100,7 @@ AGENTS: Mapping[str, tuple[str, Mapping[str, Any], Says, str]] = {
     "mini-swe-agent": (
         "agent.yaml",
         {},
-        lambda shell: [
-            call("bash", command=shell),
-            call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-        ],
+        lambda shell: [call("bash", command=shell), call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")],
         "<tool_response>",
     ),
 }

@@ -254,10 +254,7 @@ async def test_the_users_on_a_real_redis_as_the_chart_starts_it(usual: Objects, 
         for pod, may in (("head", True), ("agent", False), ("rollout", False)):
             login = manifests[f"mine-login-{pod}"]
             client = Redis(
-                port=port,
-                username=login["PENSTOCK_REDIS_USER"],
-                password=login["PENSTOCK_REDIS_PASSWORD"],
-                protocol=2,
+                port=port, username=login["PENSTOCK_REDIS_USER"], password=login["PENSTOCK_REDIS_PASSWORD"], protocol=2
             )
             if may:
                 assert await client.hset("penstock:{mine}:steps", "version", 1) == 1
