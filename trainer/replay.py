@@ -2,9 +2,9 @@
 
     checkpoint after step FIRST (0: the model) ──► batches FIRST … LAST − 1 of the archive ──► weights, metrics.jsonl
 
-With the run's own algorithm the weights are its own, bit for bit, on the same kind of machine. With another one, or
-with rewards that were computed again, the batches were sampled by a policy that the replayed one departs from: each
-step says how far, and the replay ends before one that no importance weight can correct.
+With the run's own algorithm the weights are its own, bit for bit, on the same kind of machine. With another one, with
+rewards that were computed again, or without some of the episodes, the batches were sampled by a policy that the
+replayed one departs from: each step says how far, and the replay ends before one that no importance weight can correct.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,10 +56,21 @@ class ReplayJob:
     first: int
     last: int
     has_new_rewards: bool = False
+    left_out: Collection[str] = frozenset()
+    """Episodes that are not trained. A step without any other is no step: neither weights nor optimizer change."""
 
     @property
     def is_unchanged(self) -> bool:
-        return self.job.config == self.of_run.config and not self.has_new_rewards
+        return self.job.config == self.of_run.config and not self.has_new_rewards and not self.left_out
+
+    def batches(self) -> dict[int, list[list[str]]]:
+        """Groups of each step that is trained; a group may be empty. Raises `BadPayload`."""
+        stored = self.archive.batches(self.first, self.last)
+        batches = {
+            step: [[one for one in group if one not in self.left_out] for group in stored[step]]
+            for step in sorted(stored)
+        }
+        return {step: groups for step, groups in batches.items() if any(groups)}
 
     @property
     def start(self) -> Path | None:
@@ -82,7 +94,7 @@ def check_replay(replay: ReplayJob) -> None:
     if job.config.correction is None:
         raise BadJob(
             "trainer.correction is null, and the batches were sampled by the run's own policies: with another "
-            "algorithm every step is off-policy. Set trainer.correction=truncated_is"
+            "algorithm or other batches every step is off-policy. Set trainer.correction=truncated_is"
         )
     if "greedy" in needs_of_advantage(job.config) - needs_of_advantage(before):
         raise BadJob(f"trainer.advantage={job.config.advantage} needs a greedy episode per group; the run sampled none")
@@ -109,7 +121,7 @@ async def replay_steps(replay: ReplayJob) -> dict[str, Any]:
     """
     check_replay(replay)
     job, start, checkpoints = replay.job, replay.start, replay.of_run.run_dir / "checkpoints"
-    batches = replay.archive.batches(replay.first, replay.last)
+    batches = replay.batches()
     async with AsyncExitStack() as stack:
         in_torch = TorchThread(threads_here(job.config))
         stack.callback(in_torch.close)
@@ -125,7 +137,8 @@ async def replay_steps(replay: ReplayJob) -> dict[str, Any]:
         stack.push_async_callback(source.close)
         learner = Learner(job.config, engine, ranks.data, scores_first=not replay.is_unchanged)
         lines, refused = await _train(replay, in_torch, learner, source, ranks)
-        result: dict[str, Any] = {"first": replay.first, "last": replay.first + len(lines), "refused": refused}
+        last = replay.last if refused is None else refused.step
+        result: dict[str, Any] = {"first": replay.first, "last": last, "refused": refused and refused.reason}
         result |= _summary(replay, lines)
         await in_torch(save_final_model, engine, ranks, job.run.model, job.run_dir / "final_model")
         if replay.is_unchanged and (end := checkpoints / f"step_{replay.last:08d}").is_dir():
@@ -146,27 +159,36 @@ async def _load(checkpoint: Path, engine: Engine, in_torch: TorchThread) -> None
     await in_torch(engine.load, info.path, info.ranks)
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedStep:
+    """A step before which the replay ended."""
+
+    step: int
+    reason: str
+
+
 async def _train(
     replay: ReplayJob, in_torch: TorchThread, learner: Learner, source: BatchSource, ranks: Ranks
-) -> tuple[list[dict[str, Any]], str | None]:
-    """A line of metrics per step, with ``equal``: None where the run has no line of it, or another algorithm. And why
-    the step after them was refused."""
+) -> tuple[list[dict[str, Any]], RefusedStep | None]:
+    """A line of metrics per trained step, with ``equal``: None where the run has no line of it, or another algorithm.
+    And the step that was refused, if any."""
     known = {line["step"]: line for line in iter_jsonl(replay.of_run.run_dir / "metrics.jsonl")}
     lines: list[dict[str, Any]] = []
-    never = asyncio.Event()
-    for step in range(replay.first, replay.last):
+    never, steps = asyncio.Event(), sorted(source.replays)
+    for step, following in zip_longest(steps, steps[1:]):
         batch = await source.take(step, never)
         assert batch is not None
-        if step + 1 < replay.last:
-            source.prefetch(step + 1)
+        if following is not None:
+            source.prefetch(following)
         scored = await in_torch(learner.score, batch)
         share = 1.0 if replay.is_unchanged else await in_torch(sample_share, scored, ranks.data)
         if share < LEAST_SAMPLE_SHARE:
-            return lines, (
+            reason = (
                 f"step {step}: the effective sample share is {share:.3g}, below {LEAST_SAMPLE_SHARE}: the replayed "
                 "policy is too far from the one that sampled the batch. Replay a shorter stretch, from a later "
                 "checkpoint, or lower trainer.lr"
             )
+            return lines, RefusedStep(step, reason)
         advantages = await in_torch(learner.advantages, batch, scored)
         metrics = await in_torch(learner.update, batch, scored, advantages)
         differing = differences(metrics, known[step]) if replay.is_unchanged and step in known else None
@@ -219,6 +241,8 @@ def _say(line: Mapping[str, Any], differing: Sequence[str]) -> None:
 def _summary(replay: ReplayJob, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "changed": not replay.is_unchanged,
+        "steps_trained": len(lines),
+        "left_out": len(replay.left_out),
         "steps_equal": sum(line["equal"] is True for line in lines),
         "steps_different": sum(line["equal"] is False for line in lines),
         "weights_equal": None,

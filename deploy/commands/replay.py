@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from penstock.common import die_with_parent
 from penstock.deploy.commands.shared import RunName, RunsDir, folder_of_run, user_errors
 from penstock.deploy.config import RUN_FILE, ConfigError, RunConfig, load_config
 from penstock.deploy.run_dir import RunDir
@@ -33,20 +35,30 @@ def replay(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="trainer.key=value: another algorithm for the same batches.")
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="Not trained: a step, or an episode as `penstock archive ls --by episode` lists it."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder; default: replays/FROM-TO in the run's.")] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Train steps of a run again without rollout servers: the same weights bit for bit, or another algorithm's.
+    """Train steps of a run again without rollout servers: the same weights bit for bit, or those of another algorithm
+    or of fewer episodes.
 
     Each step says whether its metrics are the run's, and how far off-policy its batch is. Status 1 where a step or the
     weights differ from the run's, or a batch cannot be corrected.
 
     Examples: penstock replay calculator --from 0
     penstock replay calculator --from 0 --to 20 --set trainer.loss=gspo
+    penstock replay calculator --from 10 --to 20 --without 12 --without train/0000/00000104#3
     """
+    from penstock.trainer import check_replay
+
     with replay_errors():
         root = folder_of_run(run, runs_dir).resolve()
         job = new_replay(root, first, last, checked(changes or []), out or root / "replays")
+        job = replace(job, left_out=episodes_named(job, without or []))
+        check_replay(job)
         start_replay(job, changes or [])
 
 
@@ -88,9 +100,12 @@ def start_replay(job: ReplayJob, changes: Sequence[str]) -> None:
     from penstock.deploy.commands.train import python_of
     from penstock.deploy.sft.rank import exec_ranks
 
+    if os.environ.get("PENSTOCK_SUPERVISED"):
+        die_with_parent()  # kept over exec
     folder, root = job.job.run_dir, job.of_run.run_dir
     folder.mkdir(parents=True, exist_ok=True)
     order = {"run": str(root), "steps": [job.first, job.last], "changes": changes, "rescored": job.has_new_rewards}
+    order["left_out"] = sorted(job.left_out)
     (folder / ORDER).write_text(json.dumps(order) + "\n")
     print(f"the replay's folder is {folder}", flush=True)
     config = load_config(root / RUN_FILE, changes, with_tasks=False)
@@ -99,6 +114,20 @@ def start_replay(job: ReplayJob, changes: Sequence[str]) -> None:
     if config.trainer.ranks == 1:
         os.execv(python, [python, "-m", "penstock.deploy.cli", *words, "--alone"])  # noqa: S606
     exec_ranks(folder, config, words, python)
+
+
+def episodes_named(job: ReplayJob, names: Sequence[str]) -> frozenset[str]:
+    """Return the episodes of the stretch that are named themselves or by their step. Raises `ConfigError`."""
+    by_name: dict[str, list[str]] = {}
+    for step, groups in job.archive.batches(job.first, job.last).items():
+        episodes = [one for group in groups for one in group]
+        by_name |= {str(step): episodes, **{one: [one] for one in episodes}}
+    if unknown := [name for name in names if name not in by_name]:
+        raise ConfigError(
+            f"--without {unknown[0]}: no step from {job.first} to {job.last - 1} and no episode of them; "
+            f"`penstock archive ls {job.of_run.run_dir.name} --by episode` lists them"
+        )
+    return frozenset(one for name in names for one in by_name[name])
 
 
 def checked(changes: Sequence[str]) -> Sequence[str]:
@@ -130,7 +159,7 @@ async def replay_rank(folder: Path) -> None:
     own = Archive(RunDir(folder).archive) if is_rescored else archive_of(load_config(root / RUN_FILE, with_tasks=False))
     with fatal(BadJob, BadPayload, NotSaved, PayloadsLost, TrainingDiverged, UnknownName):
         jobs, (first, last) = _jobs_of(root, folder, order["changes"]), order["steps"]
-        result = await replay_steps(ReplayJob(*jobs, own, first, last, is_rescored))
+        result = await replay_steps(ReplayJob(*jobs, own, first, last, is_rescored, frozenset(order["left_out"])))
     if os.environ.get("RANK", "0") == "0":
         print(in_words(result), file=sys.stdout, flush=True)
     if result["steps_different"] or result["weights_equal"] is False:
@@ -156,16 +185,17 @@ def _job_of(config: RunConfig, folder: Path) -> TrainJob:
 
 
 def in_words(result: dict[str, Any]) -> str:
-    steps = result["last"] - result["first"]
+    steps = result["steps_trained"]
     if not steps:
-        return f"no step is trained: {result['refused']}"
+        return f"no step is trained: {result['refused'] or 'all episodes are left out'}"
     policy = (
         f"the effective sample share was at least {result['effective_sample_share_min']:.3f}, the share of clipped "
         f"tokens at most {result['clip_share_max']:.3f}"
     )
     if result["changed"]:
         refused = f". It ends here: {result['refused']}" if result["refused"] else ""
-        return f"{steps} steps trained with another algorithm or other rewards: {policy}{refused}"
+        change = f"without {result['left_out']} episodes" if result["left_out"] else "with another algorithm or rewards"
+        return f"{steps} steps trained {change}: {policy}{refused}"
     same = f"{result['steps_equal']} of {steps} steps have the run's metrics to the last bit"
     weights = {
         True: "the weights equal the run's, bit for bit",

@@ -90,6 +90,29 @@ async def test_other_rewards_are_trained_as_off_policy_batches(killed_run: Train
     assert not all(torch.equal(weights[name], tensor) for name, tensor in final_weights(killed_run).items())
 
 
+async def test_without_some_steps_the_weights_are_those_of_the_others_alone(
+    killed_run: TrainJob, tmp_path: Path
+) -> None:
+    replayed = again(killed_run, tmp_path / "again", 4, 6)
+    everything = {one for groups in replayed.archive.batches(4, 6).values() for group in groups for one in group}
+    result = await replay_steps(replace(replayed, left_out=everything))
+    assert (result["changed"], result["steps_trained"], result["last"], result["refused"]) == (True, 0, 6, None)
+    start = await replay_steps(again(killed_run, tmp_path / "start", 0, 4))
+    assert start["weights_equal"]
+    weights, expected = (load_file(tmp_path / one / "final_model" / "model.safetensors") for one in ("again", "start"))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+async def test_without_an_episode_its_group_is_trained_as_a_smaller_one(killed_run: TrainJob, tmp_path: Path) -> None:
+    replayed = again(killed_run, tmp_path / "again", 4, 6)
+    name = replayed.archive.batches(4, 5)[4][0][0]
+    result = await replay_steps(replace(replayed, left_out={name}))
+    assert (result["steps_trained"], result["left_out"], result["steps_equal"]) == (2, 1, 0)
+    before = {line["step"]: line["episodes"] for line in iter_jsonl(killed_run.run_dir / "metrics.jsonl")}
+    lines = {line["step"]: line["episodes"] for line in iter_jsonl(tmp_path / "again" / "metrics.jsonl")}
+    assert lines == {4: before[4] - 1, 5: before[5]}
+
+
 def test_another_model_begins_without_the_checkpoint(killed_run: TrainJob, tmp_path: Path) -> None:
     replayed = again(killed_run, tmp_path / "again", 4, 6)
     assert replayed.start == killed_run.run_dir / "checkpoints" / "step_00000004"
