@@ -27,6 +27,7 @@ with uncollected():
     import typer
 
     from penstock.deploy.commands import archive_questions, compose, config, data, kubernetes, model, queue, ray, slurm
+    from penstock.deploy.commands.bisect import bisect
     from penstock.deploy.commands.clean import clean
     from penstock.deploy.commands.curriculum import curriculum
     from penstock.deploy.commands.dashboard import dashboard
@@ -53,7 +54,7 @@ START, TRAIN, CHECK, WATCH = "Start here", "Train and measure", "Check before a 
 CLUSTERS, ROLES = "Several machines", "Roles and servers of a run"
 PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     START: (quickstart, init, status, recipes),
-    TRAIN: (sft, serve, replay, rescore, bench),
+    TRAIN: (sft, serve, replay, bisect, rescore, bench),
     CHECK: (doctor, rehearse, simulate),
     WATCH: (dashboard, trace, curriculum, prove, clean),
     ROLES: (redis_server, search_server, reward_server, teacher_server),

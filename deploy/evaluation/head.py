@@ -64,7 +64,7 @@ def evaluate_target(request: EvalRequest, *, as_json: bool = False) -> int:
         plan = resolve_target(request)
         for edited in RunDir(request.target.resolve()).changed_code(plan.config):
             console.print(f"{edited} was edited since; it is used as it is", markup=False, soft_wrap=True)
-        results = _evaluate(plan, console)
+        results = evaluate_plan(plan, console)
     except (ConfigError, DataError) as error:
         return complain(str(error), 2)
     except (RoleFailed, StalledRun, RedisLost, QueueError) as error:
@@ -86,8 +86,9 @@ def evaluate_target(request: EvalRequest, *, as_json: bool = False) -> int:
     return 1 if missing else 0
 
 
-def _evaluate(plan: EvalPlan, console: Console) -> list[EpisodeResult]:
-    """Raises `ConfigError`, and what ends a run."""
+def evaluate_plan(plan: EvalPlan, console: Console) -> list[EpisodeResult]:
+    """Run the episodes that the plan's folder lacks, and return the results of all that have one. Raises `ConfigError`,
+    and what ends a run."""
     run = plan.run
     run.root.mkdir(parents=True, exist_ok=True)
     with FileLock(run.root / "lock", "another evaluation is running there", error=ConfigError):

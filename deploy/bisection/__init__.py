@@ -1,0 +1,1 @@
+"""`penstock bisect`: the step and the episodes of a run whose removal undoes a collapse."""
