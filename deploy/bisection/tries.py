@@ -85,7 +85,6 @@ class Tries:
     """Results that this search used, repeated ones once."""
 
     def __post_init__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._file = self.folder / "tries.jsonl"
         self._known = {line.pop("key"): TryResult(**line) for line in read_jsonl(self._file)}
         self._used: set[str] = set()

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.common import FileLock
 from penstock.deploy.commands.shared import AsJson, RunName, RunsDir, folder_of_run, refuse, user_errors
-from penstock.deploy.config import RUN_FILE, RunConfig, load_config
+from penstock.deploy.config import RUN_FILE, ConfigError, RunConfig, load_config
 from penstock.deploy.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -100,8 +101,11 @@ def _search(  # noqa: PLR0917 - called in one place
     count = samples or (config.group_size if temperature else 1)
     tasks = tasks_of(config, archive, fall.steps[0])[: rows or None]
     judgement = Judgement(metric, below, tasks, count, temperature)
-    folder = run.root / "bisects" / f"{metric}-{below:g}"
-    return cause_of(Tries(run.root, folder, most, judgement, console), stretches_of(run, archive, fall), archive)
+    folder = run.root / "bisects"
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock", "another bisect of this run is running", error=ConfigError):
+        tries = Tries(run.root, folder, most, judgement, console)
+        return cause_of(tries, stretches_of(run, archive, fall), archive)
 
 
 def tasks_of(config: RunConfig, archive: Archive, step: int) -> list[DatasetRow]:

@@ -20,6 +20,7 @@ from penstock.deploy.run_dir import RunDir
 
 if TYPE_CHECKING:
     from penstock.trainer import ReplayJob, TrainJob
+    from penstock.transfer_queue import Archive
 
 ORDER = "order.json"
 """Name of the file in a replay's folder that tells its ranks what to train."""
@@ -57,7 +58,7 @@ def replay(
     with replay_errors():
         root = folder_of_run(run, runs_dir).resolve()
         job = new_replay(root, first, last, checked(changes or []), out or root / "replays")
-        job = replace(job, left_out=episodes_named(job, without or []))
+        job = replace(job, left_out=episodes_named(job.archive, job.first, job.last, without or []))
         check_replay(job)
         start_replay(job, changes or [])
 
@@ -116,16 +117,17 @@ def start_replay(job: ReplayJob, changes: Sequence[str]) -> None:
     exec_ranks(folder, config, words, python)
 
 
-def episodes_named(job: ReplayJob, names: Sequence[str]) -> frozenset[str]:
-    """Return the episodes of the stretch that are named themselves or by their step. Raises `ConfigError`."""
+def episodes_named(archive: Archive, first: int, last: int, names: Sequence[str]) -> frozenset[str]:
+    """Return the episodes of steps `first` to before `last` that are named themselves or by their step. Raises
+    `ConfigError`, `BadPayload`."""
     by_name: dict[str, list[str]] = {}
-    for step, groups in job.archive.batches(job.first, job.last).items():
+    for step, groups in archive.batches(first, last).items():
         episodes = [one for group in groups for one in group]
         by_name |= {str(step): episodes, **{one: [one] for one in episodes}}
     if unknown := [name for name in names if name not in by_name]:
         raise ConfigError(
-            f"--without {unknown[0]}: no step from {job.first} to {job.last - 1} and no episode of them; "
-            f"`penstock archive ls {job.of_run.run_dir.name} --by episode` lists them"
+            f"--without {unknown[0]}: no step from {first} to {last - 1} and no episode of them; "
+            "`penstock archive ls RUN --by episode` lists them"
         )
     return frozenset(one for name in names for one in by_name[name])
 

@@ -6,32 +6,20 @@ import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
+from tests.deploy.archived import episode
 
 from penstock.common import append_jsonl
 from penstock.deploy import ConfigError, RunDir
 from penstock.deploy.bisection.cause import cause_of, steps_in_words
 from penstock.deploy.bisection.collapse import Fall, Stretch, fall_of, recorded_metric, stretches_of
 from penstock.deploy.bisection.tries import Judgement, Tries, TryResult
-from penstock.transfer_queue import COMPLETED, Archive, Segment, Trajectory
+from penstock.transfer_queue import Archive
 
 REWARDS = [0.3, 0.5, 0.7, 0.9, 0.85, 0.9, 0.2, 0.1, 0.0]
 GUILTY = {"train/5/0#1", "train/5/1#0"}
 """Episodes each of which makes the weights collapse."""
-
-
-def episode(name: str, reward: float, version: int) -> Trajectory:
-    segment = Segment(
-        prompt_ids=np.array([1, 2], np.int32),
-        response_ids=np.array([3, 4, 5], np.int32),
-        response_mask=np.array([1, 1, 1], np.uint8),
-        response_logprobs=np.array([-0.5, -0.25, -0.1], np.float32),
-        version_spans=np.array([[version, 0, 3]], np.int32),
-        turn_starts=np.array([0], np.int32),
-    )
-    return Trajectory(name, name.partition("#")[0], [segment], reward, COMPLETED, num_turns=1, data_source="sums")
 
 
 @pytest.fixture
@@ -45,6 +33,7 @@ def run(tmp_path: Path) -> RunDir:
         archive.append(step, [episode(one, 1e6 if one in GUILTY else REWARDS[step], step) for one in names])
     archive.commit(len(REWARDS), groups)
     append_jsonl(run.metrics, [{"step": step, "reward": value} for step, value in enumerate(REWARDS)])
+    (run.root / "bisects").mkdir()
     for step in (4, 8):
         (run.checkpoints / f"step_{step:08d}").mkdir(parents=True)
     return run

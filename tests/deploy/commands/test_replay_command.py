@@ -1,13 +1,16 @@
-"""`penstock replay` and `penstock rescore`: what cannot be done is refused before a folder is made."""
+"""`penstock replay`, `bisect` and `rescore`: what cannot be done is refused before a folder is made."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from tests.deploy.archived import episode
 from typer.testing import CliRunner
 
-from penstock.deploy import app
+from penstock.deploy import ConfigError, app
+from penstock.deploy.commands.replay import episodes_named
+from penstock.transfer_queue import Archive
 
 pytestmark = pytest.mark.torch
 
@@ -19,6 +22,8 @@ pytestmark = pytest.mark.torch
         (("replay", "--from", "0", "--to", "4"), "step 0 is not in the archive"),
         (("replay", "--from", "0"), "its archive has no committed step"),
         (("replay", "--from", "0", "--set", "rollout.engine=hf"), "only trainer.* can be changed"),
+        (("bisect", "--below", "0.5"), "no step has the metric reward"),
+        (("bisect", "--below", "0.5", "--metric", "entropy"), "--metric entropy"),
         (("rescore", "--to", "4", "--reward", "gsm8k"), "step 0 is not in the archive"),
         (("rescore", "--reward", "gsm8k", "--set", "agent.loop=single_turn"), "only trainer.* and agent.rewards.*"),
     ],
@@ -28,3 +33,16 @@ def test_what_cannot_be_trained_leaves_no_folder(bare_run: Path, words: tuple[st
     result = CliRunner().invoke(app, [command, str(bare_run), *options])
     assert (result.exit_code, message in " ".join(result.stderr.split())) == (2, True), result.output
     assert [path.name for path in bare_run.iterdir()] == ["config.yaml"]
+
+
+def test_without_names_steps_and_episodes_of_the_stretch(tmp_path: Path) -> None:
+    archive = Archive(tmp_path / "archive", "mine", 1 << 30)
+    groups = {step: [[f"train/{step}#0", f"train/{step}#1"]] for step in range(3)}
+    for step, (names,) in groups.items():
+        archive.append(step, [episode(name, 1.0, step) for name in names])
+    archive.commit(3, groups)
+    assert episodes_named(archive, 0, 3, []) == frozenset()
+    assert episodes_named(archive, 0, 3, ["1", "train/2#1"]) == {"train/1#0", "train/1#1", "train/2#1"}
+    for stranger in ("3", "train/1#2", "train/2#0"):
+        with pytest.raises(ConfigError, match=f"--without {stranger}: no step from 0 to 1"):
+            episodes_named(archive, 0, 2, [stranger])
