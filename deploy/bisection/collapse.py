@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 from penstock.common import last_by, read_jsonl
 from penstock.deploy.config import ConfigError
@@ -38,7 +39,7 @@ class Fall:
     steps: Sequence[int]
     """Steps below the bound, one after the other, from the first one on."""
     healthy: int
-    """The last step before them that was nearer to the best one than to the bound."""
+    """The last step before them that was nearer to the usual value, a median, than to the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +102,9 @@ def fall_of(values: Mapping[int, float], below: float, first: int = 0) -> Fall:
 
 def _fall_at(step: int, steps: Sequence[int], values: Mapping[int, float], below: float) -> Fall:
     before = [one for one in steps if one < step]
-    best = max(values[one] for one in before)
-    healthy = max(one for one in before if values[one] >= (best + below) / 2)
+    # The median, since a broken reward may be a million in one step.
+    usual = median(values[one] for one in before if values[one] >= below)
+    healthy = max(one for one in before if values[one] >= (usual + below) / 2)
     low = []
     for one in steps:
         if one >= step:
