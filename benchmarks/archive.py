@@ -16,9 +16,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +25,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from benchmarks.support.child import ROOT, stop_run
-from benchmarks.support.comparison import in_turn, say
-from benchmarks.support.learning_run import CALCULATOR, RunFailed, run_environment
+from benchmarks.support.command import run_command
+from benchmarks.support.comparison import in_turn
+from benchmarks.support.learning_run import CALCULATOR
 from benchmarks.support.measure import processor
-from penstock.common import fsync_path, write_synced
+from penstock.common import fsync_path
 from penstock.transfer_queue import Archive, Trajectory, encode_trajectory
 
 CHECKPOINT_EVERY = 10
@@ -44,12 +41,10 @@ def measure() -> dict[str, Any]:
     steps, rounds, groups = (_read(*one) for one in (("STEPS", 20), ("ROUNDS", 3), ("GROUPS", 8)))
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as name:
         folder = Path(name)
-        run_cpu_s = _penstock(
-            folder,
-            *("run", CALCULATOR, "name=archived", f"runs_dir={folder}", f"trainer.steps={steps}"),
-            *(f"groups_per_step={groups}", f"trainer.checkpoint_every={CHECKPOINT_EVERY}", "data.eval=null"),
-        )
-        replay_cpu_s = _penstock(folder, "replay", str(folder / "archived"), "--from", "0")
+        settings = ["name=archived", f"runs_dir={folder}", f"trainer.steps={steps}", f"groups_per_step={groups}"]
+        settings += [f"trainer.checkpoint_every={CHECKPOINT_EVERY}", "data.eval=null"]
+        run_cpu_s = run_command("archive", folder, "run", CALCULATOR, *settings)
+        replay_cpu_s = run_command("archive", folder, "replay", str(folder / "archived"), "--from", "0")
         (replayed,) = (json.loads(file.read_text()) for file in folder.glob("archived/replays/*/replay.json"))
         batches = _batches(Archive(folder / "archived" / "archive"), steps)
         taken = _rounds({"archive": _store_archive, "pickle": _store_pickle}, batches, rounds, folder)
@@ -84,28 +79,6 @@ def measure() -> dict[str, Any]:
 
 def _read(name: str, default: int) -> int:
     return int(os.environ.get(f"PENSTOCK_BENCH_{name}", default))
-
-
-def _penstock(folder: Path, command: str, *words: str) -> float:
-    """CPU seconds of a command and all that it started. Raises `RunFailed`."""
-    say(f"archive: penstock {command}")
-    before, log = resource.getrusage(resource.RUSAGE_CHILDREN), folder / f"{command}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.deploy.cli", command, *words],
-            stdout=output,
-            stderr=output,
-            env=run_environment(),
-            cwd=ROOT,
-        )
-        try:
-            process.wait()
-        finally:
-            stop_run(process)
-    if process.returncode:
-        raise RunFailed(f"penstock {command}: exit status {process.returncode}\n{log.read_text()[-2000:]}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def _accounts_percent(run: Path) -> float:
@@ -151,7 +124,10 @@ def _store_archive(batches: Steps, folder: Path) -> None:
 def _store_pickle(batches: Steps, folder: Path) -> None:
     folder.mkdir()
     for step, groups in batches.items():
-        write_synced(folder / f"{step}.pickle", [pickle.dumps(groups, pickle.HIGHEST_PROTOCOL)])
+        with (folder / f"{step}.pickle").open("wb") as file:
+            pickle.dump(groups, file, pickle.HIGHEST_PROTOCOL)
+            file.flush()
+            os.fsync(file.fileno())
         fsync_path(folder)
 
 

@@ -104,6 +104,21 @@ async def test_archive_has_costs_and_a_replay_that_is_equal(measure: Measure) ->
     assert all(value > 0 for value in measured["ratio"].values())
 
 
+@pytest.mark.deep
+@pytest.mark.torch
+@pytest.mark.bwrap
+@redis
+@pytest.mark.timeout(1800)
+async def test_rescore_has_new_tokens_of_each_broken_reward(measure: Measure) -> None:
+    pytest.importorskip("torch")
+    measured = await measure("rescore", PENSTOCK_BENCH_STEPS="10", PENSTOCK_BENCH_GROUPS="2")
+    figures = measured["figures"]
+    assert figures["clean_tokens"] > 0
+    for kind in ("silent", "lenient"):
+        assert figures[kind]["steps_rescored"] > 0, "the first step was sampled by the model that is trained"
+        assert f"{kind}_new_over_clean_tokens" in measured["ratio"]
+
+
 async def test_http_has_a_ratio_for_each_client_and_kind_of_call(measure: Measure) -> None:
     short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_ANSWERS": "4", "PENSTOCK_BENCH_CALLS": "8"}
     measured = await measure("http", **short)
