@@ -5,7 +5,7 @@
 clean      the calculator recipe with its reward
 broken     the same with a broken reward, 30 steps: `silent` is 0 for every answer, `lenient` 1 for every number
 repaired   `penstock rescore` of the broken run's steps with the recipe's reward, and a run from the model that it left,
-           with the learning rate that the clean run has at that step
+           of 30 % of the clean run's steps
 
 The goal is the mean reward of the clean run's last five steps, less 0.01. A run has reached it at the first step whose
 reward and those of the two before it have that mean. Tokens are those that were sampled for the steps up to there.
@@ -23,13 +23,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.child import ROOT
 from benchmarks.support.command import run_command
 from benchmarks.support.learning_run import CALCULATOR, LAST, WINDOW, Curve, reward_at_end, smoothed
 from benchmarks.support.measure import processor
 from penstock.common import last_by, read_jsonl
-from penstock.deploy import load_config
-from penstock.trainer import learning_rate
 
 BROKEN = ("silent", "lenient")
 """Functions of `benchmarks.support.broken_rewards`."""
@@ -92,9 +89,8 @@ def _repaired(folder: Path, kind: str, steps: int, groups: int) -> tuple[dict[st
     _run(folder, CALCULATOR, kind, _broken(steps), f"groups_per_step={groups}", reward)
     out, repaired = folder / f"{kind}-rescored", "recipes/calculator/reward.py:compute_score"
     run_command("rescore", folder, "rescore", str(folder / kind), "--reward", repaired, "--out", str(out))
-    rate = learning_rate(load_config(ROOT / CALCULATOR, [f"trainer.steps={steps}"]).trainer, _broken(steps))
-    model = f"model={out / 'final_model'}"
-    curve = _run(folder, str(out), f"{kind}-repaired", _broken(steps), model, f"trainer.lr={rate}")
+    further = max(1, round(SHARE * steps))
+    curve = _run(folder, str(out), f"{kind}-repaired", further, f"model={out / 'final_model'}")
     return json.loads((out / "replay.json").read_text()), curve
 
 

@@ -136,7 +136,7 @@ def in_words(cause: Cause, metric: str, below: float) -> str:
     lines += _not_separated("steps", len(steps.items), steps.is_minimal)
     lines += _not_separated("episodes", len(episodes.items), episodes.is_minimal)
     lines.append(
-        f"{cause.tries} tries, {cause.undecided} of them undecided, {cause.close} within {below:g} by their interval"
+        f"{cause.tries} tries; {cause.undecided} could not be trained, {cause.close} have {below:g} in their interval"
     )
     return "\n".join(lines)
 
