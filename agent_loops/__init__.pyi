@@ -5,6 +5,7 @@ from .base import find_loop as find_loop
 from .base import register as register
 from .chat.chat import ChatTokens as ChatTokens
 from .chat.chat import tool_messages as tool_messages
+from .config import BY_SOURCE as BY_SOURCE
 from .config import AgentConfig as AgentConfig
 from .config import TeacherConfig as TeacherConfig
 from .conversation import Conversation as Conversation

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.common import is_loopback, pattern_of
 from penstock.tools.parsers import ParserName
 
 V = TypeVar("V")
+BY_SOURCE = "by_data_source"
+"""The reward that chooses one by the row's data source."""
 MOST_TOP_K = 1024
 """Beyond it a token costs 8 KiB, and the rest of a distribution is little."""
 
@@ -172,6 +174,17 @@ class AgentConfig(BaseModel):
                     f" {hosts[teacher.key_variable]}, {host} would get it too; name a separate variable"
                 )
         return teachers
+
+    @model_validator(mode="after")
+    def _check_rewards(self) -> AgentConfig:
+        if self.rewards.sources and self.reward != BY_SOURCE:
+            raise ValueError(f"rewards.sources are used by reward: {BY_SOURCE}; it is {self.reward!r}")
+        if self.rewards.settings and self.reward in ("", BY_SOURCE):
+            raise ValueError(
+                f"rewards.settings are those of one reward; reward is {self.reward!r}: give them in rewards.sources,"
+                " as DATA_SOURCE: {name: REWARD, settings: …}"
+            )
+        return self
 
     def of_source(self, data_source: str) -> AgentConfig:
         """Returns the settings for tasks of `data_source`."""

@@ -2,7 +2,6 @@ from .base import Answer as Answer
 from .base import BaseReward as BaseReward
 from .base import Value as Value
 from .maths import Maths as Maths
-from .registry import BY_SOURCE as BY_SOURCE
 from .registry import RewardFunction as RewardFunction
 from .registry import check_reward as check_reward
 from .registry import choice_for as choice_for

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from penstock.agent_loops.config import AgentConfig, RewardChoice, entry_of
+from penstock.agent_loops.config import BY_SOURCE, AgentConfig, RewardChoice, entry_of
 from penstock.agent_loops.errors import InfraFailure, LoadError, NoReward
 from penstock.agent_loops.journal import RecordedScore
 from penstock.agent_loops.loader import load_object, nearest
@@ -29,7 +29,6 @@ from penstock.sandbox import BoxNeeds, Sandbox, SandboxError, Session
 from penstock.tools import ToolInfraError
 from penstock.transfer_queue import Segment, Task
 
-BY_SOURCE = "by_data_source"
 PACKAGE = "penstock.agent_loops.rewards"
 REWARDS = {
     "gsm8k": f"{PACKAGE}.gsm8k:compute_score",
@@ -183,12 +182,6 @@ def proof_of(name: str, settings: str, data_source: str) -> str:
 def load_reward(config: AgentConfig, recipe_dir: Path, sandbox: Sandbox | None = None) -> RewardFunction | None:
     """The reward that `agent.reward` names; None: loops or tools give the rewards. Raises `LoadError`."""
     name, rewards = config.reward, config.rewards
-    if rewards.sources and name != BY_SOURCE:
-        raise LoadError(f"agent.rewards.sources is used by agent.reward: {BY_SOURCE}; it is {name!r}")
-    if rewards.settings and name in ("", BY_SOURCE):
-        raise LoadError(
-            f"agent.rewards.settings are those of one reward; agent.reward is {name!r}: give them in sources"
-        )
     if not name:
         return None
     if name == BY_SOURCE:

@@ -25,6 +25,7 @@ def from_verl(
     ] = None,
     *,
     out: Annotated[Path | None, typer.Option(help="Write the recipe here instead of to the standard output.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file of --out if it exists.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Write nothing and exit with 1 if a given key is not taken over.")
     ] = False,
@@ -44,8 +45,8 @@ def from_verl(
 
     if source is None:
         refuse("give verl's YAML file, the shell script that starts main_ppo, or settings as a.b=value")
-    if out is not None and out.exists():
-        refuse(f"{out} is there already: remove it, or write to another file")
+    if out is not None and out.exists() and not overwrite:
+        refuse(f"{out} is there already: give --overwrite, or write to another file")
     words = list(overrides or [])
     if "=" in source.name and not source.exists():
         words, source = [str(source), *words], None  # without a file the first word is an override already

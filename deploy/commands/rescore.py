@@ -58,7 +58,7 @@ def rescore(
 
 def changes_of(reward: str, model: str | None) -> list[str]:
     """Return the changes of the run's configuration. Settings of the former reward are not those of the new one."""
-    from penstock.agent_loops.rewards import BY_SOURCE
+    from penstock.agent_loops import BY_SOURCE
 
     former = [] if reward == BY_SOURCE else ["agent.rewards.sources={}", "agent.rewards.settings={}"]
     return [f"agent.reward={reward}", *former, *([f"model={model}"] if model else [])]

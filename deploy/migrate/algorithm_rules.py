@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from penstock.deploy.migrate.run_rules import data
-from penstock.deploy.migrate.settings import ACTOR, V1_MODES, Setting, VerlSettings
+from penstock.deploy.migrate.settings import ACTOR, ONE_STEP_OFF, PROGRAM, V1_MODES, Setting, VerlSettings
 
 CORRECTION = "algorithm.rollout_correction"
 
@@ -44,6 +44,8 @@ def staleness(verl: VerlSettings) -> Iterator[Setting]:
             "trainer.v1.trainer_mode",
             f"not a mode of verl that is known here ({', '.join(V1_MODES)}); sync is used instead",
         )
+    if verl.has(PROGRAM) and ONE_STEP_OFF not in str(verl[PROGRAM]):
+        verl.lose(PROGRAM, "read as main_ppo: choose what it does beyond it (page 'Algorithms', trainer.loss)")
     yield "max_staleness", verl.staleness
     if verl.v1_mode != "sync":
         if verl["trainer.v1.sampler.max_off_policy_strategy"] == "drop":
@@ -51,7 +53,7 @@ def staleness(verl: VerlSettings) -> Iterator[Setting]:
                 "max_off_policy_strategy=drop: here no group is dropped for its age, since one starts only if it can "
                 "still be trained in time"
             )
-    elif not verl.is_async:
+    elif not verl.is_async and not verl.staleness:
         verl.note(
             "verl samples and trains in turns: max_staleness is 0. To overlap: max_staleness=fully_async and "
             "trainer.correction=truncated_is"
@@ -230,6 +232,8 @@ def steps_of(verl: VerlSettings) -> int | None:
             "it the run has 40 steps",
         )
         return None
+    if rows < verl.groups_per_step:
+        verl.note(f"a step has {verl.groups_per_step} rows and the training file {rows}: its rows repeat in each step")
     return max(1, int(verl["trainer.total_epochs"]) * rows // verl.groups_per_step)
 
 

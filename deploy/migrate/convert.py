@@ -105,6 +105,7 @@ def _settle(verl: VerlSettings, account: KeyAccount) -> Iterator[str]:
         account.ignored[key] = verl.unused[key]
     for key, why in verl.lost.items():
         account.mapped.pop(key, None)
+        account.ignored.pop(key, None)
         if verl.has(key):
             account.unmapped.append(Unmapped(key, verl[key], why))
         else:

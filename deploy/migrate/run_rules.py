@@ -13,6 +13,7 @@ from penstock.deploy.migrate.settings import ACTOR, MODEL, ROLLOUT, Setting, Ver
 from penstock.rollout_server import RolloutConfig
 
 PARSERS = {"hermes": "hermes", "qwen3_coder": "qwen3_coder", "llama3_json": "llama3_json", "gpt-oss": "harmony"}
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 MAX_TURNS = 8
 """Bound if verl sets none; here an episode always has one."""
 SLOW_TOKEN_S = 0.1
@@ -148,6 +149,10 @@ def reward(verl: VerlSettings) -> Iterator[Setting]:
     path = verl.first("reward.custom_reward_function.path", "custom_reward_function.path")
     name = verl.first("custom_reward_function.name", "reward.custom_reward_function.name")
     yield "agent.reward", f"{Path(path).expanduser()}:{name}" if path else "by_data_source"
+    for section in ("reward_model", "reward.reward_model"):
+        for key in (f"{section}.model.path", f"{section}.model_path"):
+            if verl[f"{section}.enable"] and verl.has(key):
+                verl.lose(key, "the model of `penstock reward-server`")
     # Two places in which DAPO's shaping has been.
     for section in ("overlong_buffer_cfg", "overlong_buffer"):
         if verl.matching(f"{section}.enable"):
@@ -157,7 +162,7 @@ def reward(verl: VerlSettings) -> Iterator[Setting]:
             if not path:
                 verl.note(
                     "a wrong answer is 0 here and -1 in verl's math_dapo, so that the penalty weighs more: for -1 set "
-                    "agent.rewards.settings.wrong=-1"
+                    "agent.rewards.sources.math_dapo='{name: maths, settings: {wrong: -1}}', with your data_source"
                 )
 
 
@@ -248,10 +253,10 @@ def engine(verl: VerlSettings) -> Iterator[Setting]:
     if not fsdp and strategy != "megatron":
         verl.lose(f"{ACTOR}.strategy", f"{strategy} is not here; fsdp is used instead")
     yield "trainer.engine", "megatron" if strategy == "megatron" else "fsdp"
-    yield (
-        "trainer.dtype",
-        {"bfloat16": "bfloat16", "bf16": "bfloat16"}.get(str(verl[f"{ACTOR}.fsdp_config.dtype"]), "float32"),
-    )
+    dtype = DTYPES.get(str(verl[f"{ACTOR}.fsdp_config.dtype"]))
+    if dtype is None:
+        verl.lose(f"{ACTOR}.fsdp_config.dtype", "trainer.dtype is bfloat16 or float32; bfloat16 is used instead")
+    yield "trainer.dtype", dtype or "bfloat16"
     of_weights = ("fsdp_config.param_offload", "fsdp_config.offload_policy", "megatron.param_offload")
     of_moments = ("fsdp_config.optimizer_offload", "megatron.optimizer_offload")
     whole, moments = (any([verl[f"{ACTOR}.{part}"] for part in parts]) for parts in (of_weights, of_moments))

@@ -37,9 +37,11 @@ _OWN_FOLDER = re.compile(
 _CONDITION, _END = re.compile(r"\s*if\b"), re.compile(r"\s*fi\b")
 _ESAC = re.compile(r"\s*esac\b")
 _CASE, _ARM = re.compile(r"\s*case\s+(.+?)\s+in\b", re.DOTALL), re.compile(r"\s*([^\s()|]+(?:\s*\|\s*[^\s()|]+)*)\s*\)")
+_SOURCE = re.compile(r"\s*(?:source|\.)\s+(.+?)\s*", re.DOTALL)
 _TEST, _LOOP = re.compile(r"\s*(?:\[|test\b)"), re.compile(r"\s*(?:for|select)\b")
 _KEYWORD = re.compile(r"\A\s*(?:(?:then|else|elif|do|!|\{)\s+)+")
 _PROGRAM = re.compile(r"(?:^|/)python[\d.]*$|\.py$|(?:^|\.)main_\w+$")
+_MODULE = re.compile(r"(?:\w+[./])+(?:main_\w+|\w+_main|\w+_trainer)(?:\.py)?")
 _CONFIG = re.compile(r"(?:--config-(path|dir|name)|-(cp|cd|cn))(?:=(.*))?", re.DOTALL)
 CONFIG_PATH, CONFIG_NAME = "--config-path", "--config-name"
 """hydra's options among the settings of a command: the YAML file that the settings are laid over."""
@@ -78,7 +80,13 @@ class ShellScript:
         self.uncertain: dict[str, str] = {}
         """Settings whose values come from a branch that may not run."""
         self.notes: list[str] = []
-        """Branches that were chosen by their names."""
+        """Branches that were chosen by their names, and files that are not here."""
+        self.program = ""
+        """The module that the script starts, as a dotted path."""
+        self._sourced = set[Path]()
+        """Files that were read already: one may name itself."""
+        self.missing = set[str]()
+        """Arrays among the words of a run that nothing sets."""
 
     def read(self, text: str) -> dict[str, str]:
         """Return dotted key → text of its value. Raises `ValueError` for a quotation that has no end, and for a script
@@ -94,6 +102,9 @@ class ShellScript:
             plain = _KEYWORD.sub("", rest)
             if _LOOP.match(plain):
                 continue
+            if sourced := _SOURCE.fullmatch(plain):
+                commands[place + 1 : place + 1] = self._commands_of(sourced[1], is_guarded)
+                continue
             if array := _ARRAY.fullmatch(plain):
                 before = self._arrays.get(array[1], []) if array[2] else []
                 self._arrays[array[1]] = [*before, *self._words(array[3])]
@@ -107,6 +118,17 @@ class ShellScript:
         read = runs[0] if runs else others
         self.uncertain = {key: value for key, value in self.uncertain.items() if read.get(key) == value}
         return read
+
+    def _commands_of(self, words: str, is_guarded: bool) -> list[tuple[str, bool]]:
+        """The commands of a file that ``source`` names; one that is not here is noted."""
+        name, *_ = map(self._expanded, self._split(words))
+        file = next((one for one in (Path(name), self._folder / name) if one.is_file()), None)
+        if file is None:
+            self.notes.append(f"source {name}: no such file here, so what it sets is not known")
+        if file is None or file in self._sourced:
+            return []
+        self._sourced.add(file)
+        return [(one, is_guarded or guard) for one, guard in _commands(file.read_text(encoding="utf-8"))]
 
     def _follow_case(self, command: str, following: Sequence[str]) -> str:
         """The command without what begins a ``case`` or one of its branches; `following` are it and all later ones."""
@@ -154,6 +176,11 @@ class ShellScript:
                     self.uncertain[key] = settings[key]
             else:
                 is_run = is_run or _PROGRAM.search(word) is not None
+                if _MODULE.fullmatch(word):
+                    self.program = word.replace("/", ".").removesuffix(".py")
+        if is_run:
+            arrays = (match for word in self._split(command) if (match := _ELEMENTS.fullmatch(word)))
+            self.missing |= {match[0] for match in arrays if match[1] not in self._arrays}
         return settings, is_run
 
     def _words(self, command: str) -> Iterator[tuple[str, bool]]:

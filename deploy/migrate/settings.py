@@ -11,6 +11,8 @@ from penstock.deploy.frameworks.table import Table
 Setting = tuple[str, Any]
 """One of our keys and its value."""
 V1_MODES = ("sync", "colocate_async", "separate_async")
+PROGRAM, ONE_STEP_OFF = "--program", "one_step_off"
+"""Key of the module that a script starts, where it is not verl's usual one; a part of such a module's name."""
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
@@ -96,7 +98,7 @@ class VerlSettings:
         if self.v1_mode != "sync":
             return max(0, int(self["trainer.v1.sampler.max_off_policy_threshold"]) - 1)
         if not self.is_async:
-            return 0
+            return int(ONE_STEP_OFF in str(self[PROGRAM]))
         steps, share = (
             int(self["async_training.trigger_parameter_sync_step"]),
             self["async_training.staleness_threshold"],

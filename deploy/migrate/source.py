@@ -16,13 +16,16 @@ from typing import Any
 import yaml
 
 from penstock.deploy.migrate.script import CONFIG_NAME, CONFIG_PATH, SETTING, ShellScript
+from penstock.deploy.migrate.settings import ONE_STEP_OFF, PROGRAM
 
 SHIPPED_CONFIGS: dict[str, dict[str, Any]] = {
-    f"{kind}{engine}_trainer": settings
-    for kind in ("ppo", "fully_async_ppo", "one_step_off_ppo")
-    for engine, settings in {"": {}, "_megatron": {"model_engine": "megatron"}}.items()
+    f"{kind}{engine}_trainer": {**of_kind, **of_engine}
+    for kind, of_kind in {"ppo": {}, "fully_async_ppo": {}, "one_step_off_ppo": {PROGRAM: ONE_STEP_OFF}}.items()
+    for engine, of_engine in {"": {}, "_megatron": {"model_engine": "megatron"}}.items()
 }
 """verl's own YAML files by name → where they differ from the defaults of the table."""
+PROGRAMS = ("", "main_ppo", "main_dapo", "fully_async_main")
+"""The modules of verl whose settings alone say what they do."""
 
 
 class BadSource(ValueError):
@@ -94,6 +97,11 @@ def _of_script(text: str, path: Path) -> GivenSettings:
         texts = script.read(text)
     except ValueError as error:
         raise BadSource(f"{path}: {error}") from error
+    if script.program.endswith("_trainer"):
+        raise BadSource(f"{path}: {script.program} is supervised fine-tuning: see `penstock sft --help`")
+    if script.missing:
+        why = "".join(f"; {note}" for note in script.notes)
+        raise BadSource(f"{path}: nothing sets {', '.join(sorted(script.missing))}: write NAME=(…) into it{why}")
     if not texts:
         raise BadSource(f"{path}: it has no setting a.b=value of main_ppo")
     settings: dict[str, Any] = {}
@@ -105,6 +113,8 @@ def _of_script(text: str, path: Path) -> GivenSettings:
         below = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
         named = _of_config([file, *(above / below for above in path.resolve().parents)], name)
         settings = {CONFIG_NAME: str(file)} if named is None else dict(named)  # else an unknown key, which is reported
+    if script.program.rpartition(".")[2] not in PROGRAMS or ONE_STEP_OFF in script.program:
+        settings[PROGRAM] = script.program
     for key, value in texts.items():
         settings.update(_leaves(_value(value), key))
     values = ", ".join(f"{key}={value}" for key, value in script.uncertain.items())

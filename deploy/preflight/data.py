@@ -43,8 +43,8 @@ def first_rows(config: RunConfig, limit: int) -> list[DatasetRow]:
 
 def rewards_of(config: RunConfig) -> set[str]:
     """Names of the rewards that its rows need. A source that has none is left out: `check_reward` says so."""
-    from penstock.agent_loops import LoadError
-    from penstock.agent_loops.rewards import BY_SOURCE, choice_for
+    from penstock.agent_loops import BY_SOURCE, LoadError
+    from penstock.agent_loops.rewards import choice_for
 
     if config.agent.reward != BY_SOURCE:
         return {config.agent.reward}

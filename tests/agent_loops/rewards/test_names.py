@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from penstock.agent_loops import AgentConfig, InfraFailure, LoadError, load_object
 from penstock.agent_loops.config import RewardChoice
@@ -82,15 +84,25 @@ async def test_a_program_without_a_sandbox_is_a_failure_and_no_zero(tasks_of) ->
         (AgentConfig(reward="gsm8k", rewards={"settings": {"metod": "strict"}}), "metod"),
         (AgentConfig(reward="code"), "needs a sandbox"),
         (AgentConfig(reward="judge", rewards={"settings": {"url": "http://x"}}), "model"),
-        (AgentConfig(reward="gsm8k", rewards={"sources": {"a": "gsm8k"}}), "agent.reward: by_data_source"),
         (by_source(mine="nothing"), "no reward 'nothing'"),
-        (AgentConfig(reward="by_data_source", rewards={"settings": {"wrong": -1}}), "give them in sources"),
-        (AgentConfig(rewards={"settings": {"wrong": -1}}), "agent.reward is ''"),
     ],
 )
 def test_mistakes_are_found_before_the_first_episode(config: AgentConfig, message: str) -> None:
     with pytest.raises(LoadError, match=message):
         load_reward(config, Path())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward": "gsm8k", "rewards": {"sources": {"a": "gsm8k"}}}, "reward: by_data_source"),
+        ({"reward": "by_data_source", "rewards": {"settings": {"wrong": -1}}}, "give them in rewards.sources"),
+        ({"rewards": {"settings": {"wrong": -1}}}, "reward is ''"),
+    ],
+)
+def test_settings_that_no_reward_takes_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        AgentConfig(**settings)
 
 
 def test_who_may_need_a_sandbox() -> None:

@@ -152,3 +152,39 @@ def test_a_script_with_two_launches_is_refused(tmp_path: Path) -> None:
     (tmp_path / "two.sh").write_text(f"{LAUNCH} {N}=8\n{LAUNCH} {N}=4\n")
     with pytest.raises(BadSource, match=r"two\.sh: it starts 2 runs"):
         read_source(tmp_path / "two.sh", ())
+
+
+@pytest.mark.parametrize("where", ["./args.sh", '$(dirname "$0")/args.sh'])
+def test_a_sourced_file_is_read_in_its_place(tmp_path: Path, where: str) -> None:
+    (tmp_path / "args.sh").write_text(f"source args.sh\nn=8\nA=({LR}=3e-6)\n")
+    (tmp_path / "run.sh").write_text(f'n=2\nsource "{where}"\n{LAUNCH} {N}=$n "${{A[@]}}"\n')
+    assert read_source(tmp_path / "run.sh", ()).values == {N: 8, LR: 3e-6}
+
+
+def test_arguments_that_nothing_sets_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f'source args.sh\n{LAUNCH} {N}=8 "${{A[@]}}"\n')
+    with pytest.raises(BadSource, match=r"nothing sets \$\{A\[@\]\}.*source args\.sh: no such file"):
+        read_source(tmp_path / "run.sh", ())
+
+
+@pytest.mark.parametrize(
+    ("program", "staleness", "unmapped"),
+    [
+        ("verl.trainer.main_ppo", 0, []),
+        ("recipe.dapo.main_dapo", 0, []),
+        ("recipe.one_step_off_policy.main_ppo", 1, []),
+        ("recipe.sppo.main_sppo", 0, ["--program"]),
+        ("recipe/prime/main_prime.py", 0, ["--program"]),
+    ],
+)
+def test_the_program_of_a_script_counts(tmp_path: Path, program: str, staleness: int, unmapped: list[str]) -> None:
+    (tmp_path / "run.sh").write_text(f"python3 -m {program} {N}=8 trainer.total_training_steps=1\n")
+    migrated = migrate(read_source(tmp_path / "run.sh", ()), load_table("verl"))
+    assert migrated.recipe["max_staleness"] == staleness
+    assert [one.key for one in migrated.account.unmapped] == unmapped
+
+
+def test_fine_tuning_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"torchrun -m verl.trainer.fsdp_sft_trainer {N}=8\n")
+    with pytest.raises(BadSource, match="penstock sft"):
+        read_source(tmp_path / "run.sh", ())

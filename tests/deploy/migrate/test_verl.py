@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -264,6 +266,9 @@ def test_tools_and_turns() -> None:
         ("actor_rollout_ref.model.trust_remote_code=true", "code of their own"),
         ("actor_rollout_ref.actor.freeze_vision_tower=true", "the whole model learns"),
         ("distillation.enabled=true", "agent.teachers and trainer.distill"),
+        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "bfloat16 is used instead"),
+        ("reward.reward_manager.module.path=mine.py", "see reward.reward_manager.name"),
+        ("reward.reward_manager.name=Mine", "write it as a compute_score"),
     ],
 )
 def test_each_key_is_told(override: str, why: str) -> None:
@@ -274,6 +279,21 @@ def test_each_key_is_told(override: str, why: str) -> None:
     key = override.partition("=")[0]
     told = {one.key: one.why for one in migrated.account.unmapped}
     assert why in told[key]
+
+
+def test_the_model_of_a_reward_server_is_named() -> None:
+    model = "reward_model.model.path"
+    assert {one.key for one in made("reward_model.enable=true", f"{model}=m").account.unmapped} == {
+        "reward_model.enable",
+        model,
+    }
+    assert made(f"{model}=m").account.unmapped == []
+
+
+def test_a_file_smaller_than_a_step_is_noted(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), tmp_path / "two.parquet")
+    migrated = migrate(read_source(None, [f"data.train_files={tmp_path / 'two.parquet'}"]), load_table("verl"))
+    assert [note for note in migrated.notes if note.startswith("a step has 1024 rows and the training file 2")]
 
 
 def test_unknown_steps_are_told() -> None:
@@ -321,6 +341,7 @@ def test_a_script_is_read_and_the_recipe_loads(tmp_path: Path, monkeypatch: pyte
     assert "3e-06" not in done.stderr, "what was taken over is listed by --all alone"
     again = CliRunner().invoke(app, words)
     assert (again.exit_code, "is there already" in again.stderr) == (2, True)
+    assert CliRunner().invoke(app, [*words, "--overwrite"]).exit_code == 0
     out.unlink()
     assert CliRunner().invoke(app, [*words, "--strict"]).exit_code == 1
     assert not out.exists()
