@@ -56,9 +56,9 @@ class Reporter:
         self._roles: dict[str, Any] = {}
         """Content of roles.json, which is rewritten when it changes."""
         self._watchdog = Watchdog(config, members, self._say, forgive_workers)
-        self._metrics = JsonlTail(run.metrics)
+        self._metrics, self._evaluations = JsonlTail(run.metrics), JsonlTail(run.evaluations)
         self._rows: list[dict[str, Any]] = []
-        """The metrics of each step that `reward_warning` reads."""
+        """The metrics of each step of this life that `reward_warning` reads."""
         self._warned = False
         self._problems: set[str] | None = None if summary else set()
         """Waits for blocking user code and causes of failed attempts that were reported; None: those that the first
@@ -84,8 +84,8 @@ class Reporter:
         self._say(f"  folder: {run.root}")
         if summary:
             self._say(f"  found: {summary}")
-            for row in self._metrics.lines():  # an earlier life reported them
-                self._remember(row)
+            self.steps_done = max((row["step"] + 1 for row in self._metrics.lines()), default=0)
+            self._evaluations.read()  # an earlier life reported them
         if config.dashboard.enabled:
             port = config.dashboard.port
             host = socket.gethostname() if config.dashboard.host in ("0.0.0.0", "::") else config.dashboard.host  # noqa: S104
@@ -114,6 +114,8 @@ class Reporter:
         problem = ""
         try:
             self._show(self._metrics.lines(), status)
+            for row in self._evaluations.lines():
+                self._say(f"  evaluation after step {row['version']}: {_evaluation(row)}")
             roles = {m.spec.name: {"state": m.state, "restarts": m.restarts} for m in self._members}
             if roles != self._roles:
                 rewrite_jsonl(self._run.roles, [roles])
@@ -193,6 +195,12 @@ def _figures(row: Mapping[str, Any]) -> str:
         f"reward {row['reward']:.3f}  staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  "
         f"tokens {row['tokens_sampled']}  train {row['train_s']:.1f} s  waited {row['wait_s']:.1f} s"
     )
+
+
+def _evaluation(row: Mapping[str, Any]) -> str:
+    """The figures of an evaluation, for its line."""
+    reward = f"reward {row['reward']:.3f} over {row['episodes']:.0f} episodes" if "reward" in row else "no reward"
+    return reward + (f"; {row['failed']:.0f} more failed" if row["failed"] else "")
 
 
 def _faults(row: Mapping[str, Any]) -> str:

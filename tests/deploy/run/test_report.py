@@ -73,6 +73,28 @@ async def test_a_resumed_run_reports_new_steps_only(config: RunConfig, capsys: p
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("  step")] == ["3/50", "4/50"]
 
 
+async def test_evaluations_are_reported(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.of(config)
+    earlier = {"version": 10, "reward": 0.5, "episodes": 8, "failed": 0}
+    write_lines(run.evaluations, [earlier])
+    reporter = Reporter(config, run, MemoryTransferQueue(), [], LivesFile(run.lives), summary="run id")
+    write_lines(run.evaluations, [earlier, {"version": 20, "reward": 0.75, "episodes": 6, "failed": 2}])
+    for _ in range(2):
+        reporter._report(None)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "  evaluation" in line]
+    assert lines == ["  evaluation after step 20: reward 0.750 over 6 episodes; 2 more failed"]
+
+
+async def test_failures_of_an_earlier_life_warn_no_more(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDir.of(config)
+    failing = [{**full_step(number), "episodes": 8, "attempts_failed": 8} for number in range(4)]
+    write_lines(run.metrics, failing)
+    reporter = Reporter(config, run, MemoryTransferQueue(), [], LivesFile(run.lives), summary="run id")
+    write_lines(run.metrics, [*failing, {**full_step(4), "episodes": 8}])
+    reporter._report(None)
+    assert "failed lately" not in capsys.readouterr().err
+
+
 async def test_blocking_user_code_is_reported_once(
     config: RunConfig, queue: MemoryTransferQueue, capsys: pytest.CaptureFixture[str]
 ) -> None:
