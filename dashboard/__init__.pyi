@@ -5,7 +5,9 @@ from .app import serve_page as serve_page
 from .config import DashboardConfig as DashboardConfig
 from .jsonable import plain as plain
 from .live import Pulse as Pulse
+from .live import decoder_of as decoder_of
 from .live import rollout_idle as rollout_idle
+from .live import whole_letter as whole_letter
 from .metrics import advise as advise
 from .metrics import newest_row as newest_row
 from .metrics import reward_warning as reward_warning

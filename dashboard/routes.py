@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.common import error_response
 from penstock.dashboard.access import DATA
 from penstock.dashboard.jsonable import plain
-from penstock.dashboard.live import DEADLINE_S, Pulse, decoder_of, letter_line, rollout_idle, whole_letter
+from penstock.dashboard.live import DEADLINE_S, NotAlive, Pulse, decoder_of, letter_line, rollout_idle, whole_letter
 from penstock.dashboard.metrics import advise, column_names, columns, staleness
 from penstock.dashboard.runs import DEFAULT_PARSER, RunFolders, flat
 from penstock.dashboard.trajectories import Query as TrajectoryQuery
@@ -45,15 +45,21 @@ def live_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
     async def letters(
         run: str, start: Annotated[int, Query(ge=0)] = 0, limit: Annotated[int, Query(ge=1, le=500)] = 100
     ) -> dict[str, Any]:
-        """Dead letters from the `start`-th oldest on; 409 if the run is not running."""
-        folders.run(run)
-        async with asyncio.timeout(DEADLINE_S):
-            page = await (await pulse.queue(run)).dead_letters(limit, start)
+        """Dead letters from the `start`-th oldest on; 409 if the run is not running and did not end either."""
+        files = folders.run(run)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                page = await (await pulse.queue(run)).dead_letters(limit, start)
+        except NotAlive:
+            ended = await asyncio.to_thread(files.dead_letters)
+            if ended is None:
+                raise
+            return {"start": start, "letters": ended[start : start + limit]}
         return {"start": start, "letters": [letter_line(letter) for letter in page]}
 
     @router.get("/dead-letter", response_model=None)
     async def letter(run: str, episode: str) -> Response:
-        """With its journal."""
+        """With its journal, of a run that is running."""
         config = await asyncio.to_thread(folders.run(run).config)
         async with asyncio.timeout(DEADLINE_S):
             dead_letter = await (await pulse.queue(run)).dead_letter(episode)

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from penstock.common import read_jsonl
 from penstock.dashboard.jsonable import plain
 from penstock.dashboard.metrics import Devices, MetricsFile, newest_row
 from penstock.dashboard.trajectories import TrajectoryIndex
@@ -46,6 +47,11 @@ class RunFiles:
         """Return an image of a recorded trajectory by the sha256 of its bytes; None if there is none of that name."""
         path = self.root / "images" / name
         return path.read_bytes() if IMAGE.fullmatch(name) and path.is_file() else None
+
+    def dead_letters(self) -> list[dict[str, Any]] | None:
+        """The first dead letters of a run that ended, as `whole_letter` makes them; None if it wrote none."""
+        file = self.root / "dead_letters.jsonl"
+        return read_jsonl(file) if file.exists() else None
 
     def config(self) -> dict[str, Any]:
         """The resolved recipe; empty if it is not there."""

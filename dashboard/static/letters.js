@@ -38,7 +38,7 @@ export async function letters(root, { run, session, keys }) {
   };
   const open = async (letter, box) => {
     if (box.childElementCount) return;
-    const whole = await get(of(run, "dead-letter"), { episode: letter.episode });
+    const whole = letter.journal ? letter : await get(of(run, "dead-letter"), { episode: letter.episode });
     box.replaceChildren(
       ...whole.journal.map(event),
       whole.journal.length ? "" : h("p", { class: "quiet" }, "Its journal is no longer stored."),
@@ -50,8 +50,12 @@ export async function letters(root, { run, session, keys }) {
       "button",
       {
         type: "button",
-        disabled: !may,
-        title: may ? "queue its whole group again" : "this token may only read",
+        disabled: !may || !!letter.journal,
+        title: letter.journal
+          ? "resume the run first"
+          : may
+            ? "queue its whole group again"
+            : "this token may only read",
         onclick: (e) => {
           e.preventDefault();
           requeue(letter.episode, button);
@@ -83,10 +87,6 @@ export async function letters(root, { run, session, keys }) {
   };
   async function load(quiet = false) {
     const { alive } = await get(of(run, "live"));
-    if (!alive) {
-      state.textContent = "Dead letters are in the queue, which answers only while the run is running.";
-      return;
-    }
     try {
       const { letters: found } = await get(of(run, "dead-letters"), { start, limit: PAGE });
       items = found.map(item);
@@ -109,7 +109,8 @@ export async function letters(root, { run, session, keys }) {
           ? [turn(-PAGE, "older", start > 0), turn(PAGE, "newer", found.length === PAGE)]
           : []),
       );
-      if (!quiet) state.textContent = found.length ? "" : "None: no episode failed for good.";
+      const ended = alive ? "" : "The run has ended. These are its oldest dead letters, at most a hundred.";
+      if (!quiet) state.textContent = found.length ? ended : "None: no episode failed for good.";
     } catch (error) {
       if (!(error instanceof Refused) || error.status === 401) throw error;
       state.textContent = error.message;

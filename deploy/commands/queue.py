@@ -6,16 +6,16 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from penstock.common import read_jsonl
-from penstock.dashboard import plain
+from penstock.dashboard import decoder_of, plain, whole_letter
 from penstock.deploy.commands.shared import user_errors
-from penstock.deploy.config import ConfigError
+from penstock.deploy.config import RUN_FILE, ConfigError, load_config
 from penstock.deploy.run.connection import (
     INTERACTIVE,
     PASSWORD_VARIABLE,
@@ -120,27 +120,33 @@ def list_letters(
     """One line per dead letter, oldest first: episode, attempts, cause. Of a run that ended: its first 100 letters."""
     ended = _letters_of_ended(run)
     if ended is None:
-        listed = [plain(letter) for letter in _ask(run, lambda queue: queue.dead_letters(limit, start))]
+        listed = [whole_letter(letter, None) for letter in _ask(run, lambda queue: queue.dead_letters(limit, start))]
     else:
         listed = ended[start : start + limit]
     for letter in listed:
-        outcome = letter["outcome"]
-        print(f"{letter['episode_id']}  attempts {letter['attempts']}  {outcome['component']}: {outcome['reason']}")
+        print(f"{letter['episode']}  attempts {letter['attempts']}  {letter['component']}: {letter['reason']}")
 
 
 @letters.command()
 def show(episode_id: str, run: RunArgument = None) -> None:
-    """Show a dead letter with its journal: model output and tool results."""
+    """Show a dead letter with its journal: model output and tool results, as JSON."""
     ended = _letters_of_ended(run)
     if ended is None:
-        letter = plain(_ask(run, lambda queue: queue.dead_letter(episode_id)))
+        found = _ask(run, lambda queue: queue.dead_letter(episode_id))
+        letter = None if found is None else whole_letter(found, _decoder(run))
     else:
-        letter = next((one for one in ended if one["episode_id"] == episode_id), None)
+        letter = next((one for one in ended if one["episode"] == episode_id), None)
     if letter is None:
         message = f"{episode_id}: no such dead letter; `penstock queue dead-letters list` shows them"
         typer.secho(message, fg="red", err=True)
         raise typer.Exit(1)
-    print(json.dumps(letter, indent=2))
+    print(json.dumps(letter, indent=2, ensure_ascii=False))
+
+
+def _decoder(run: str | None) -> Callable[[Sequence[int]], str] | None:
+    """None, and ids are shown as numbers, where the run's folder or its tokenizer is not here."""
+    recipe = _folder(run or os.environ.get(RUN_VARIABLE, "")) / RUN_FILE
+    return decoder_of(load_config(recipe, with_tasks=False).model) if recipe.is_file() else None
 
 
 @letters.command()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from penstock.common import last_by, read_jsonl, rewrite_jsonl, write_atomically
-from penstock.dashboard import plain, reward_warning
+from penstock.dashboard import decoder_of, reward_warning, whole_letter
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run.accounts import CostAccounts, cost_figures, describe_cost, idle_cause, shares
 from penstock.deploy.run_dir import LivesTotal, RunDir
@@ -33,7 +33,8 @@ async def write_summary(
     accounts = CostAccounts(run.accounts)
     await accounts.follow(queue, idle_cause(status, config))
     rewrite_jsonl(run.weight_updates, map(asdict, updates))
-    rewrite_jsonl(run.dead_letters, map(plain, await queue.dead_letters()))
+    decode = decoder_of(config.model)
+    rewrite_jsonl(run.dead_letters, [whole_letter(letter, decode) for letter in await queue.dead_letters()])
     turns = await queue.turn_reports() if config.placement.in_turns else []
     if turns:
         rewrite_jsonl(run.turns, map(asdict, turns))

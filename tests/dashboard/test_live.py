@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -76,6 +77,10 @@ async def test_a_run_that_ended(page: httpx.AsyncClient, tmp_path: Path) -> None
     assert "is not running" in (await page.get("/api/runs/old/live")).json()["cause"]
     answer = await page.get("/api/runs/old/dead-letters")
     assert (answer.status_code, answer.json()["error"]["field"]) == (409, "run")
+    letters = [{"episode": f"train/{i}#0", "component": "tool", "reason": "stuck", "journal": []} for i in range(3)]
+    (tmp_path / "old" / "dead_letters.jsonl").write_text("".join(f"{json.dumps(letter)}\n" for letter in letters))
+    answer = await page.get("/api/runs/old/dead-letters", params={"start": 1})
+    assert answer.json() == {"start": 1, "letters": letters[1:]}
 
 
 async def test_many_pages_ask_the_queue_once(queues, run: MemoryTransferQueue, monkeypatch) -> None:

@@ -116,7 +116,7 @@ async def test_queue_status_finds_the_runs_folder(
     assert "is not running" in (await invoke("queue", "drop", "mine", "--yes", code=2)).stderr
     letters = ("queue", "dead-letters")
     assert (await invoke(*letters, "list", "mine")).stdout == ""
-    letter = {"episode_id": "train/0#1", "attempts": 3, "outcome": {"component": "sandbox", "reason": "gone"}}
+    letter = {"episode": "train/0#1", "attempts": 3, "component": "sandbox", "reason": "gone", "journal": []}
     (run / "dead_letters.jsonl").write_text(json.dumps(letter) + "\n")
     assert (await invoke(*letters, "list", "mine")).stdout == "train/0#1  attempts 3  sandbox: gone\n"
     assert json.loads((await invoke(*letters, "show", "train/0#1", "mine")).stdout) == letter
@@ -130,7 +130,7 @@ async def test_dead_letters_are_listed_shown_and_requeued(queue: RedisTransferQu
     letters = ("queue", "dead-letters")
     assert "train/0#1  attempts 1  sandbox: the box is gone" in (await invoke(*letters, "list", "mine")).stdout
     letter = json.loads((await invoke(*letters, "show", "train/0#1", "mine")).stdout)
-    assert letter["outcome"]["component"] == "sandbox"
+    assert (letter["component"], letter["journal"]) == ("sandbox", [])
     await invoke(*letters, "show", "train/9#1", "mine", code=1)
     await invoke(*letters, "requeue", "train/0#1", "mine")
     assert (await queue.status()).groups["queued"] == 1

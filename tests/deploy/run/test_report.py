@@ -15,7 +15,7 @@ from tests.until import until
 
 from penstock.agent_loops import BLOCKING
 from penstock.common import cancel_and_wait
-from penstock.dashboard import plain
+from penstock.dashboard import whole_letter
 from penstock.deploy import RunConfig, RunDir, limits_of, load_config
 from penstock.deploy.commands.run import _nothing_left
 from penstock.deploy.run.report import Reporter
@@ -246,7 +246,7 @@ async def test_dead_letters_stay_when_the_queue_ends(
     run = RunDir.of(config)
     run.root.mkdir(parents=True)
     await write_summary(config, run, queue, LivesTotal(1, 1.0, {}))
-    assert [json.loads(line) for line in run.dead_letters.read_text().splitlines()] == [plain(letter)]
+    assert [json.loads(line) for line in run.dead_letters.read_text().splitlines()] == [whole_letter(letter, None)]
 
 
 def test_lives_are_summed_without_the_time_between_them(tmp_path: Path) -> None:
