@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
+from pydantic import BaseModel, ValidationError
+
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import LoadError
@@ -24,7 +26,7 @@ from penstock.agent_loops.rewards.registry import RewardFunction
 from penstock.agent_loops.segment import AgentLoopOutput
 from penstock.agent_loops.tool_runner import ToolBox
 from penstock.agent_loops.tracing import OnSpan, OnUse
-from penstock.common import USERS_FAULTS, Registry, gather_or_cancel
+from penstock.common import USERS_FAULTS, Registry, gather_or_cancel, nearest
 from penstock.sandbox import Sandbox
 from penstock.tools import BaseTool, ToolConfig
 from penstock.transfer_queue import Lease, Task, TransferQueue
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 PACKAGE = "penstock.agent_loops.loops"
+UNKNOWN = "extra_forbidden"
+"""pydantic's name of the error for a key that a model lacks."""
 LOOPS: Registry[type[AgentLoopBase]] = Registry(
     "agent loop",
     {
@@ -136,12 +140,24 @@ class AgentLoopBase(ABC):
     config: Mapping[str, Any]
     needs_sandbox: ClassVar[bool] = False
     """True if the loop needs `sandbox` even if the recipe has no tool."""
+    settings_kind: ClassVar[type[BaseModel] | None] = None
+    """The model of `agent.settings`, for `check_settings`."""
     takes_tools: ClassVar[bool] = True
     """False if its episodes call no tools: a recipe with such loops alone may have none."""
 
     @classmethod
     def require(cls) -> None:
         """Called once, before the first lease. Raises `LoadError` if a requirement of the loop is not installed."""
+
+    @classmethod
+    def check_settings(cls, settings: Mapping[str, Any]) -> None:
+        """Checks `agent.settings` before a run; those of a subclass without its own `settings_kind` are its matter.
+
+        Raises `LoadError` naming the wrong one.
+        """
+        kind = cls.__dict__.get("settings_kind")
+        if kind is not None:
+            read_as(kind, settings, cls)
 
     @classmethod
     def longest_response(cls, config: AgentConfig) -> int:
@@ -170,6 +186,20 @@ class AgentLoopBase(ABC):
 
     async def teardown(self) -> None:
         """Always awaited, also on error and cancellation."""
+
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def read_as(kind: type[Settings], settings: Mapping[str, Any], loop: type[AgentLoopBase]) -> Settings:
+    """Return `agent.settings` as a loop's own. Raises `LoadError` naming the wrong one."""
+    try:
+        return kind(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        reason = f"no such setting{nearest(name, kind.model_fields)}" if first["type"] == UNKNOWN else first["msg"]
+        raise LoadError(f"agent.settings.{name} of {loop.__name__}: {reason}") from error
 
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])

@@ -93,8 +93,8 @@ def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
         verified.summary(job.config.thinking_history),
     )
     find = lru_cache(partial(find_loop, recipe_dir=run.recipe_dir))
-    for loop in job.config.loops:
-        find(loop)
+    for config in job.config.of_sources():
+        find(config.loop).check_settings(config.settings)
     return WorkerServices(
         worker=job.name,
         config=job.config,

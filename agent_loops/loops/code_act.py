@@ -39,6 +39,8 @@ class CodeActLoop(AgentLoopBase):
     So is one whose block gives a result that is `final`.
     """
 
+    settings_kind = CodeActSettings
+
     async def setup(self, task: Task) -> None:
         self.settings = read_settings(CodeActSettings, self)
         names = [schema["function"]["name"] for schema in self.tools.schemas]

@@ -17,14 +17,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.base import AgentLoopBase, read_as
 from penstock.agent_loops.chat.template import Message
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.conversation import Conversation
-from penstock.agent_loops.errors import LoadError
-from penstock.agent_loops.loops.react import ReactSettings, react, read_settings, wrong_setting
+from penstock.agent_loops.loops.react import ReactSettings, react, read_settings
 from penstock.agent_loops.segment import AgentLoopOutput
 from penstock.rollout_server import Generation
 from penstock.transfer_queue import Task
@@ -54,13 +53,12 @@ class CompactionSettings(ReactSettings):
 class CompactionLoop(AgentLoopBase):
     """`tool_agent` whose context stays bounded. `agent.settings` are `CompactionSettings`."""
 
+    settings_kind = CompactionSettings
+
     @classmethod
     def longest_response(cls, config: AgentConfig) -> int:
         """`agent.max_response_tokens` are shared by all segments. One turn's results and the request come on top."""
-        try:
-            settings = CompactionSettings(**config.settings)
-        except ValidationError as error:
-            raise LoadError(wrong_setting(error, cls)) from error
+        settings = read_as(CompactionSettings, config.settings, cls)
         return settings.compact_at + config.max_new_tokens + settings.max_summary_tokens
 
     async def setup(self, task: Task) -> None:

@@ -49,6 +49,8 @@ class MultiAgentLoop(AgentLoopBase):
     `agent.settings` are `ReactSettings`, which hold for each helper.
     """
 
+    settings_kind = ReactSettings
+
     async def setup(self, task: Task) -> None:
         self.settings = read_settings(ReactSettings, self)
         self.helped: list[AgentLoopOutput] = []

@@ -8,21 +8,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.agent_loops.base import AgentLoopBase
+from penstock.agent_loops.base import AgentLoopBase, Settings, read_as
 from penstock.agent_loops.chat.chat import tool_messages
 from penstock.agent_loops.chat.template import Message
 from penstock.agent_loops.conversation import Conversation
-from penstock.agent_loops.errors import InfraFailure
+from penstock.agent_loops.errors import InfraFailure, LoadError
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, TRUNCATED_TURNS, AgentLoopOutput
 from penstock.rollout_server import Generation
 from penstock.tools import ToolResult
 from penstock.transfer_queue import Outcome, Task
-
-Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class ReactSettings(BaseModel):
@@ -121,15 +119,9 @@ def final_answer(results: Sequence[ToolResult]) -> str | None:
 def read_settings(kind: type[Settings], loop: AgentLoopBase) -> Settings:
     """`agent.settings` as the loop's own. Raises `InfraFailure` naming the wrong one."""
     try:
-        return kind(**loop.config)
-    except ValidationError as error:
-        raise InfraFailure("loop", wrong_setting(error, type(loop))) from error
-
-
-def wrong_setting(error: ValidationError, loop: type[AgentLoopBase]) -> str:
-    first = error.errors()[0]
-    name = ".".join(map(str, first["loc"]))
-    return f"agent.settings.{name} of {loop.__name__}: {first['msg']}"
+        return read_as(kind, loop.config, type(loop))
+    except LoadError as error:
+        raise InfraFailure("loop", str(error)) from error
 
 
 def with_system(messages: Sequence[Any], text: str) -> list[Any]:
@@ -145,6 +137,8 @@ def with_system(messages: Sequence[Any], text: str) -> list[Any]:
 
 class ToolAgentLoop(AgentLoopBase):
     """Calls of one turn run in parallel; `agent.settings` are `ReactSettings`."""
+
+    settings_kind = ReactSettings
 
     async def run(self, task: Task) -> list[AgentLoopOutput]:
         talk = Conversation(self.chat, task.messages, self.tools.schemas)

@@ -50,6 +50,8 @@ class StepwiseLoop(AgentLoopBase):
     The episode ends with an answer that calls no tool, or with a tool result that is `final`.
     """
 
+    settings_kind = StepwiseSettings
+
     async def setup(self, task: Task) -> None:
         self.settings = read_settings(StepwiseSettings, self)
 

@@ -132,8 +132,8 @@ def show(episode_id: str, run: RunArgument = None) -> None:
     """Show a dead letter with its journal: model output and tool results, as JSON."""
     ended = _letters_of_ended(run)
     if ended is None:
-        found = _ask(run, lambda queue: queue.dead_letter(episode_id))
-        letter = None if found is None else whole_letter(found, _decoder(run))
+        whole = _ask(run, lambda queue: queue.dead_letter(episode_id))
+        letter = None if whole is None else whole_letter(whole, _decoder(run))
     else:
         letter = next((one for one in ended if one["episode"] == episode_id), None)
     if letter is None:

@@ -91,6 +91,11 @@ def check_loop(config: RunConfig) -> Check | None:
         tools = ", ".join(tool.name for tool in config.tools)
         fix = "use TASKS (data.train) in place of the environment, or leave out the tools"
         return Check(name, False, f"{', '.join(loops)} takes no tools, and the recipe has {tools}", fix)
+    try:
+        for agent in config.agent.of_sources():
+            loops[agent.loop].check_settings(agent.settings)
+    except LoadError as error:
+        return refused("agent.settings", error, "correct the setting; the page 'Agent loops' lists those of each loop")
     return Check(name, True, ", ".join(loops))
 
 

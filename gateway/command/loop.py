@@ -45,6 +45,7 @@ PROMPT = "~/prompt.txt"
 class CommandLoop(RecordedLoop):
     """Runs `agent.settings.command` (`CommandSettings`)."""
 
+    settings_kind = CommandSettings
     needs_sandbox: ClassVar[bool] = True
     session_kind: ClassVar[type[GatewaySession]] = CommandSession
     recorded: CommandSession

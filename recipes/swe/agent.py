@@ -29,6 +29,8 @@ class MiniSweSettings(BaseModel):
 
 @register("mini_swe")
 class MiniSweAgent(AgentLoopBase):
+    settings_kind = MiniSweSettings
+
     async def run(self, task):
         settings = read_settings(MiniSweSettings, self)
         talk = Conversation(self.chat, await self._messages(task, settings), self.tools.schemas)

@@ -229,6 +229,19 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             r"rows\.jsonl, row 2, column agent_name: unknown agent loop 'someone'.*; correct the column",
         ),
         (check_loop, [GOOD], ["agent.loop=gymnasium"], "gymnasium takes no tools.*has python"),
+        (
+            check_loop,
+            [GOOD],
+            ["agent.settings={max_secondz: 3}"],
+            r"agent\.settings\.max_secondz of ToolAgentLoop: no such setting; did you mean 'max_seconds'",
+        ),
+        (
+            check_loop,
+            [GOOD],
+            ["agent.loop=command", "tools=[]", "agent.settings={command: agent, sdtin: x}"],
+            "did you mean 'stdin'",
+        ),
+        (check_loop, [GOOD], ["agent.settings={max_seconds: abc}"], "valid number"),
         (check_template, [GOOD], ["tools=[FOLDER/of_verl.py:Tool]"], r"penstock\.tools\.BaseTool"),
         (check_reward, of_source("openai/gsm8k", "elsewhere"), [BY_SOURCE], "no reward for data_source 'elsewhere'"),
         (
@@ -258,8 +271,8 @@ def test_rows_that_cannot_be_trained_on(
     ("check", "rows", "overrides"),
     [
         (check_data, [SEEN], []),
-        (check_loop, [GOOD], ["agent.loop=gymnasium", "tools=[]"]),
-        (check_loop, [GOOD, {**GOOD, "agent_name": "tool_agent"}], ["agent.loop=gymnasium"]),
+        (check_loop, [GOOD], ["agent.loop=gymnasium", "agent.settings={env: CartPole-v1}", "tools=[]"]),
+        (check_loop, [GOOD, {**GOOD, "agent_name": "tool_agent"}], ["agent.loop=gymnasium", "agent.settings={env: a}"]),
         (check_data, [GOOD], ["rollout.engine=sglang"]),
         (
             check_reward,

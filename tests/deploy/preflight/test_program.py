@@ -24,7 +24,6 @@ def problem(command: str, *more: str) -> str:
         ("[agent, '{promt}']", "agent.settings.command: {promt}"),
         ("agent, stdin: '{sytem}'", "agent.settings.stdin: {sytem}"),
         ("agent, environment: {KEY: '{api_kee}'}", "agent.settings.environment.KEY: {api_kee}"),
-        ("agent, sdtin: x", "agent.settings.sdtin"),
     ],
 )
 def test_a_misspelt_setting_or_placeholder_is_named(command: str, named: str) -> None:
