@@ -298,7 +298,7 @@ class HarborEnvironment:
             last_words = without_repeats(await self.output_of(TEST_OUTPUT)) or "they wrote nothing"
         except SandboxError as error:
             last_words = str(error)
-        return {}, f"its tests wrote no reward ({_end_of(ran)}): {last_words}"
+        return {}, f"its tests wrote no reward to {REWARD_TEXT} or {REWARD_JSON} ({_end_of(ran)}): {last_words}"
 
 
 async def _located(session: Session, task: HarborTask) -> tuple[str, str]:

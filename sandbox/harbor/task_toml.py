@@ -175,7 +175,7 @@ class _Reader:
         }
         for what, is_there in unsupported.items():
             if is_there:
-                raise self.error(f"{what} is not supported: leave it out of the folder")
+                raise self.error(f"{what} is not supported: take it out of task.toml, or the task out of its folder")
 
     def _table(self, name: str) -> dict[str, Any]:
         table = self.config.get(name, {})

@@ -95,7 +95,7 @@ class _Reader:
         }
         for what, is_there in unsupported.items():
             if is_there:
-                raise self.error(f"{what} cannot be mapped to a Harbor task exactly: leave it out of the folder")
+                raise self.error(f"{what} cannot be mapped to a Harbor task exactly: take the task out of its folder")
 
     def _build(self) -> BuildContext:
         service = self._service()

@@ -53,7 +53,10 @@ async def check_runner(workspace: Workspace, task: SweTask) -> None:
     argv = workspace.in_folder(f"{shlex.quote(command.python)} -c 'import pytest'", workspace.variables(task))
     result = await workspace.run(argv, workspace.limits.command_timeout_s)
     if result.exit_code != 0:
-        raise SweTaskError(f"task {task.instance_id}: no pytest in its box: {(result.stderr or result.stdout)[-500:]}")
+        last_words = (result.stderr or result.stdout)[-500:]
+        raise SweTaskError(
+            f"task {task.instance_id}: no pytest in its box (a row's packages may hold it): {last_words}"
+        )
 
 
 async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, needed: Sequence[str]) -> TestOutcomes:

@@ -33,10 +33,12 @@ def snapshot_of(repository: Path, commit: str | None) -> bytes:
 
     A folder is read once per process. Raises `SweTaskError` if it cannot be read.
     """
+    if not repository.is_dir():
+        raise SweTaskError(
+            f"repository {repository} is not a folder; relative ones of rows are below the setting repositories of swe"
+        )
     if (repository / ".git").exists() or commit is not None:
         return _pack(_files_of_commit(repository, commit or "HEAD"))
-    if not repository.is_dir():
-        raise SweTaskError(f"repository {repository} is not a folder")
     return _pack(_files_of_folder(repository))
 
 
