@@ -15,6 +15,39 @@ from penstock.deploy.removed_settings import ELSEWHERE, removed
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """A key of a recipe, for a list."""
+
+    key: str
+    """Dotted; a section of which there are several ends in ``[]``."""
+    default: str | None
+    """As Python writes it; None: the key is required."""
+    description: str
+
+
+def list_settings(model: type[BaseModel], section: str = "") -> Iterator[Setting]:
+    """Yields the keys of a section, then those of the sections in it."""
+    nested: list[tuple[str, type[BaseModel]]] = []
+    for name, field in model.model_fields.items():
+        key, inner = f"{section}.{name}".lstrip("."), section_of(field.annotation)
+        if inner is not None:
+            nested.append((key + ("[]" if inner is not field.annotation else ""), inner))
+        if inner is None or inner is not field.annotation:
+            default = None if field.is_required() else repr(field.get_default(call_default_factory=True))
+            yield Setting(key, default, field.description or "")
+    for key, inner in nested:
+        yield from list_settings(inner, key)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Returns the model class in the declared type of a key; None if there is none."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigSchema:
     """The sections and keys below `root`."""
 
@@ -65,6 +98,8 @@ class ConfigSchema:
         if problem["type"] == "model_type":
             return f"{dotted}: is a section: write {dotted}.KEY=VALUE (got {problem['input']!r})"
         message = problem["msg"].removeprefix("Value error, ")
+        if isinstance(problem["input"], dict):  # keys of a section that do not fit together, which the message names
+            return f"{dotted}: {message[:1].lower()}{message[1:]}"
         return f"{dotted}: {message[:1].lower()}{message[1:]} (got {problem['input']!r}). {self._description(location)}"
 
     def _nearest(self, location: Sequence[str]) -> str:
@@ -98,9 +133,7 @@ class ConfigSchema:
         for name in location:
             if name.isdigit():
                 continue
-            annotation = model.model_fields[name].annotation if name in model.model_fields else None
-            classes = (t for t in (annotation, *get_args(annotation)) if isinstance(t, type))
-            inner = next((t for t in classes if issubclass(t, BaseModel)), None)
+            inner = section_of(model.model_fields[name].annotation) if name in model.model_fields else None
             if inner is None:
                 return None
             model = inner

@@ -89,7 +89,8 @@ def compare(
     print(f"tasks in both: {comparison['tasks']}")
     for word in ("fallen", "risen"):
         for task in comparison[word]:
-            print(f"{word}  {task['before']:.4g} -> {task['after']:.4g}  {task['best_before']}  {task['worst_after']}")
+            episodes = f"best before {task['best_before']}, worst after {task['worst_after']}"
+            print(f"{word}  {task['before']:.4g} -> {task['after']:.4g}  {episodes}")
     for fault, (before, after) in comparison["faults"].items():
         print(f"fault  {before:.1%} -> {after:.1%}  {fault}")
     for word in ("worst", "best"):

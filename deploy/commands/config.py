@@ -1,4 +1,4 @@
-"""`penstock config`: recipes from settings of other frameworks."""
+"""`penstock config`: the settings of recipes, and recipes from those of other frameworks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,28 @@ from penstock.deploy.commands.shared import refuse, user_errors
 if TYPE_CHECKING:
     from penstock.deploy.migrate.convert import Migration
 
-app = typer.Typer(help="Make recipes from the settings of other frameworks.", no_args_is_help=True)
+app = typer.Typer(help="Look settings up; make recipes from those of other frameworks.", no_args_is_help=True)
+
+
+@app.command("keys")
+def list_keys(
+    word: Annotated[str, typer.Argument(help="A key, a section, or any part of one. Without: all.")] = "",
+) -> None:
+    """List the settings of a recipe: key, default and meaning.
+
+    Example: penstock config keys trainer.lr
+    """
+    from penstock.deploy.config import RunConfig
+    from penstock.deploy.config_schema import list_settings
+
+    chosen = [setting for setting in list_settings(RunConfig) if word in setting.key]
+    if not chosen:
+        refuse(f"no setting has {word!r} in its key; `penstock config keys` lists all")
+    for setting in chosen:
+        default = "required" if setting.default is None else f"default {setting.default}"
+        typer.echo(f"{setting.key}  ({default})")
+        if setting.description:
+            typer.echo(f"    {setting.description}")
 
 
 @app.command()

@@ -74,7 +74,11 @@ def rehearse(
         one for one in result.trajectories if rewards and not same_reward(one.reward, rewards[_row(one.task_id) - 1])
     ]
     names = {number: str(name) for number, row in enumerate(played, 1) if (name := row.extra_info.get("instance_id"))}
-    typer.echo(json.dumps(_figures(result, names)) if as_json else _report(result, unexpected, rewards, names))
+    if as_json:
+        typer.echo(json.dumps(_figures(result, names)))
+    else:
+        part = f"rows       the first {rows}; --rows 0 takes all\n" if len(played) == rows else ""
+        typer.echo(part + _report(result, unexpected, rewards, names))
     raise typer.Exit(1 if unexpected or result.failures else 0)
 
 

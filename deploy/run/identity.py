@@ -69,7 +69,7 @@ def describe_found(record: RunRecord | None, status: Status, identity: RunIdenti
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - record.age_s))
     again = status.step - status.committed_step
     line = f"run {identity.run_id}, begun {since}: its checkpoint has {status.committed_step} steps" + (
-        f"; of the steps after it, {again} are recorded and trained again" if again else ""
+        f"; {again} more {'is' if again == 1 else 'are'} recorded and trained again" if again else ""
     )
     if not changes:
         return line

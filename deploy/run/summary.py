@@ -73,7 +73,7 @@ def describe_end(summary: dict[str, Any], run: RunDir) -> str:
         "too old": get("episodes_dropped"),
         "payload lost": get("episodes_payload_lost"),
         "update lost with a checkpoint": get("episodes_update_lost"),
-        "in dead letters": get("episodes_buried"),
+        "finished in groups that were given up": get("episodes_buried"),
     }
     waits = {
         "agent workers for the trainer": "agent:admission",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, get_args
-
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
+from itertools import groupby
 
 from penstock.deploy.config import RunConfig
+from penstock.deploy.config_schema import list_settings
 
 HEADER = """# Configuration
 
@@ -21,33 +18,11 @@ Unknown keys are errors that name the nearest valid one.
 
 
 def render_configuration() -> str:
-    return "\n".join([HEADER, *_section("", RunConfig), ""])
-
-
-def _section(prefix: str, model: type[BaseModel]) -> Iterator[str]:
-    nested: list[tuple[str, type[BaseModel]]] = []
-    yield f"## {prefix or 'top level'}\n"
-    yield "| key | default | what it does |\n| --- | --- | --- |"
-    for name, field in model.model_fields.items():
-        dotted = f"{prefix}.{name}" if prefix else name
-        inner = section_of(field.annotation)
-        if inner is not None:
-            nested.append((dotted + ("[]" if inner is not field.annotation else ""), inner))
-        if inner is None or inner is not field.annotation:
-            yield f"| `{dotted}` | {_default(field)} | {field.description or ''} |"
-    yield ""
-    for dotted, inner in nested:
-        yield from _section(dotted, inner)
-
-
-def _default(field: Any) -> str:
-    if field.default is PydanticUndefined:
-        return "*needed*" if field.default_factory is None else f"`{field.default_factory()}`"
-    return f"`{field.default!r}`".replace("|", "\\|")
-
-
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+    lines = [HEADER]
+    for section, settings in groupby(list_settings(RunConfig), lambda setting: setting.key.rpartition(".")[0]):
+        lines += [f"## {section or 'top level'}\n", "| key | default | what it does |\n| --- | --- | --- |"]
+        for one in settings:
+            default = "*needed*" if one.default is None else f"`{one.default}`".replace("|", "\\|")
+            lines.append(f"| `{one.key}` | {default} | {one.description} |")
+        lines.append("")
+    return "\n".join([*lines, ""])

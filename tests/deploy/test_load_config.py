@@ -154,7 +154,7 @@ PATHS = """
 model: model
 data: {train: generate:calculator:8, eval: eval.jsonl}
 agent:
-  reward: code
+  reward: by_data_source
   loop: gymnasium
   settings: {env: rooms.py:room}
   rewards: {sources: {a: own.py:f, b: {name: own.py:g}, c: gsm8k, d: code}}
@@ -175,7 +175,7 @@ def test_paths_are_resolved_and_names_stay_names(tmp_path: Path, monkeypatch: py
     config = load_config(tmp_path / "recipe.yaml")
     assert (config.model, config.data.train) == (f"{tmp_path}/model", "generate:calculator:8")
     assert config.data.eval == f"{tmp_path}/eval.jsonl"
-    assert (config.agent.reward, config.agent.loop) == ("code", "gymnasium")
+    assert config.agent.loop == "gymnasium"
     assert config.agent.settings["env"] == f"{tmp_path}/rooms.py:room"
     assert config.agent.sources["sums"].loop == f"{tmp_path}/rooms.py:Loop"
     rewards = {name: getattr(choice, "name", choice) for name, choice in config.agent.rewards.sources.items()}
@@ -183,7 +183,9 @@ def test_paths_are_resolved_and_names_stay_names(tmp_path: Path, monkeypatch: py
     assert [tool.name for tool in config.tools] == [f"{tmp_path}/own.py:convert", "python"]
     assert config.sft.messages == (f"{tmp_path}/one.jsonl", f"{tmp_path}/two.jsonl")
     assert config.sft.runs == (f"{tmp_path}/one.jsonl",)
-    override = load_config(tmp_path / "recipe.yaml", ["agent.reward=own.py:f", "agent.loop=rooms.py:Loop"])
+    override = load_config(
+        tmp_path / "recipe.yaml", ["agent.reward=own.py:f", "agent.rewards.sources={}", "agent.loop=rooms.py:Loop"]
+    )
     assert override.agent.reward == f"{tmp_path}/elsewhere/own.py:f", "the current directory goes first"
     assert override.agent.loop == f"{tmp_path}/rooms.py:Loop"
     assert parse_config(yaml.safe_load(dump_config(config)), source="dump") == config

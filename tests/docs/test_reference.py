@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 from scripts.reference import python
-from scripts.reference.configuration import section_of
 from scripts.reference.pages import PAGES, write
 from scripts.reference.public import PUBLIC
 from scripts.reference.schema_text import describe, type_text
 from tests.docs.pages import text_of
 
 from penstock.deploy import RunConfig
+from penstock.deploy.config_schema import section_of
 
 COMMANDS = ("run", "doctor", "queue dead-letters requeue", "train", "train export", "data calculator", "dashboard")
 SERVERS = ("Rollout server", "Sandbox server", "Dashboard", "Reward server", "Teacher server", "Search server")

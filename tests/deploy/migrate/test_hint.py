@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from penstock.deploy import ConfigError, load_config
+from penstock.deploy import ConfigError, app, load_config
 
 RECIPE = Path(__file__).parents[3] / "recipes/calculator.yaml"
 
@@ -36,3 +37,12 @@ def test_an_unknown_setting_is_answered_with_ours(override: str, answer: str) ->
     with pytest.raises(ConfigError) as error:
         load_config(RECIPE, [override])
     assert answer in str(error.value)
+
+
+def test_settings_can_be_looked_up() -> None:
+    shown = CliRunner().invoke(app, ["config", "keys", "trainer.lr"]).stdout
+    assert "trainer.lr  (default 1e-06)\n" in shown
+    assert "trainer.lr_schedule  (default" in shown
+    assert "model  (required)" in CliRunner().invoke(app, ["config", "keys"]).stdout
+    refused = CliRunner().invoke(app, ["config", "keys", "trainer.rl"])
+    assert (refused.exit_code, "no setting has 'trainer.rl' in its key" in refused.stderr) == (2, True)
