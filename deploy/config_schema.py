@@ -21,7 +21,7 @@ class Setting:
     key: str
     """Dotted; a section of which there are several ends in ``[]``."""
     default: str | None
-    """Its text in Python; None: the key is required."""
+    """The value as Python writes it; None: the key is required."""
     description: str
 
 
