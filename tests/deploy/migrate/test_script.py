@@ -179,7 +179,7 @@ def test_arguments_that_nothing_sets_are_refused(tmp_path: Path) -> None:
 )
 def test_the_program_of_a_script_counts(tmp_path: Path, program: str, staleness: int, unmapped: list[str]) -> None:
     (tmp_path / "run.sh").write_text(f"python3 -m {program} {N}=8 trainer.total_training_steps=1\n")
-    migrated = migrate(read_source(tmp_path / "run.sh", ()), load_table("verl"))
+    migrated = migrate(read_source(tmp_path / "run.sh", ()))
     assert migrated.recipe["max_staleness"] == staleness
     assert [one.key for one in migrated.account.unmapped] == unmapped
 

@@ -292,7 +292,7 @@ def test_the_model_of_a_reward_server_is_named() -> None:
 
 def test_a_file_smaller_than_a_step_is_noted(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), tmp_path / "two.parquet")
-    migrated = migrate(read_source(None, [f"data.train_files={tmp_path / 'two.parquet'}"]), load_table("verl"))
+    migrated = migrate(read_source(None, [f"data.train_files={tmp_path / 'two.parquet'}"]))
     assert [note for note in migrated.notes if note.startswith("a step has 1024 rows and the training file 2")]
 
 
