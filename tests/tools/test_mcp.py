@@ -32,7 +32,7 @@ TASK = Task("train/0", "train", [], "tests", None)
 STDIO = {"command": sys.executable, "args": [str(SERVER)]}
 
 
-def make(timeout_s: float = 10.0, **settings: Any) -> dict[str, BaseTool]:
+def make(timeout_s: float = 60.0, **settings: Any) -> dict[str, BaseTool]:
     return make_tools([ToolConfig(name="mcp", settings=settings, timeout_s=timeout_s, retries=0)], None)
 
 
@@ -74,22 +74,20 @@ BLOB = {"type": "resource", "resource": {"uri": "db://rows/7", "blob": "AAAA"}}
 IMAGE = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
 
 
-@pytest.mark.parametrize(
-    ("result", "text"),
-    [
-        ({"content": [], "structuredContent": {"städte": ["Köln"]}}, '{"städte": ["Köln"]}'),
-        ({"content": [], "structuredContent": {"error": "no such city"}, "isError": True}, '{"error": "no such city"}'),
-        ({"content": [IMAGE, {**TEXT, "text": " "}], "structuredContent": {"x": 1}}, '[image left out]\n \n{"x": 1}'),
-        ({"content": [TEXT], "structuredContent": {"celsius": 21}}, "21 C"),
-        ({"content": [LINK, BLOB]}, "a.csv (all values): file:///a.csv\n[resource db://rows/7 left out]"),
-        ({"content": []}, "(no output)"),
-    ],
-)
-async def test_mcp_result_without_text_shows_its_json_and_addresses(
-    stdio: dict[str, BaseTool], result: dict[str, Any], text: str
-) -> None:
-    answer = await call(stdio, "answer", result=result)
-    assert (answer.text, answer.is_error) == (text, result.get("isError", False))
+RESULTS: list[tuple[dict[str, Any], str]] = [
+    ({"content": [], "structuredContent": {"städte": ["Köln"]}}, '{"städte": ["Köln"]}'),
+    ({"content": [], "structuredContent": {"error": "no such city"}, "isError": True}, '{"error": "no such city"}'),
+    ({"content": [IMAGE, {**TEXT, "text": " "}], "structuredContent": {"x": 1}}, '[image left out]\n \n{"x": 1}'),
+    ({"content": [TEXT], "structuredContent": {"celsius": 21}}, "21 C"),
+    ({"content": [LINK, BLOB]}, "a.csv (all values): file:///a.csv\n[resource db://rows/7 left out]"),
+    ({"content": []}, "(no output)"),
+]
+
+
+async def test_mcp_result_without_text_shows_its_json_and_addresses(stdio: dict[str, BaseTool]) -> None:
+    for result, text in RESULTS:
+        answer = await call(stdio, "answer", result=result)
+        assert (answer.text, answer.is_error) == (text, result.get("isError", False))
 
 
 async def test_mcp_one_process_serves_all_calls_and_ends_with_worker(stdio: dict[str, BaseTool]) -> None:
