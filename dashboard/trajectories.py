@@ -273,18 +273,15 @@ class TrajectoryIndex:
 
 def open_database(file: Path) -> sqlite3.Connection:
     """The index in `file`, empty if there was none of this shape; in memory where no file can be kept."""
-    for attempt in range(2):
-        try:
-            return _open(str(file))
-        except sqlite3.OperationalError as error:
-            logger.warning("%s: %s; the index is kept in memory", file, error)
-            return _open(":memory:")
-        except sqlite3.DatabaseError as error:
-            logger.warning("%s is damaged (%s) and made anew", file, error)
-            file.unlink(missing_ok=True)
-            if attempt:
-                raise
-    raise AssertionError("unreachable")
+    try:
+        return _open(str(file))
+    except sqlite3.OperationalError as error:
+        logger.warning("%s: %s; the index is kept in memory", file, error)
+        return _open(":memory:")
+    except sqlite3.DatabaseError as error:
+        logger.warning("%s is damaged (%s) and made anew", file, error)
+        file.unlink(missing_ok=True)
+        return _open(str(file))
 
 
 def _open(file: str) -> sqlite3.Connection:
