@@ -46,7 +46,7 @@ def test_bisect_finds_the_poisoned_episodes_of_a_real_run(tmp_path: Path) -> Non
     penstock(
         "run", str(RECIPE), "name=spoilt", f"runs_dir={tmp_path}", f"agent.reward={reward}:compute_score", *SETTINGS
     )
-    words = ("--below", "0.5", "--n", "4", "--json")
+    words = ("--below", "0.3", "--from", "3", "--json")
     report = json.loads(penstock("bisect", str(tmp_path / "spoilt"), *words))
 
     index = Archive(tmp_path / "spoilt" / "archive").index().select(["step", "episode", "reward"]).to_pylist()
@@ -56,5 +56,5 @@ def test_bisect_finds_the_poisoned_episodes_of_a_real_run(tmp_path: Path) -> Non
     assert (report["steps"], report["steps_are_smallest"]) == ([POISONED], True)
     assert report["episodes_are_smallest"]
     assert {one["episode"] for one in report["episodes"]} <= poisoned
-    assert report["with"]["value"] < 0.5 <= report["without_episodes"]["value"]
+    assert report["with"]["value"] < 0.3 <= report["without_episodes"]["value"]
     assert json.loads(penstock("bisect", str(tmp_path / "spoilt"), *words)) == report, "tries are kept"
