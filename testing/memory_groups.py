@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.transfer_queue.metrics import payload_cost
-from penstock.transfer_queue.types import JournalEntry, Outcome, Task
+from penstock.transfer_queue.types import JournalEntry, Origin, Outcome, Task
 
 TRAIN = "train"
 
 
 @dataclass(slots=True)
 class GroupMember:
-    """One episode of a group. `state`: queued, leased, done (trajectory acknowledged) or failed (given up)."""
+    """One episode of a group. `state`: queued, leased, done (trajectory acknowledged), failed (given up), or reserved
+    while it waits to be a branch."""
 
     state: str = "queued"
     fence: int | None = None
@@ -35,6 +36,8 @@ class GroupMember:
     sampled: int = 0
     """Tokens of its trajectory that were sampled."""
     outcome: Outcome | None = None
+    origin: Origin | None = None
+    """None: it is a root."""
 
     @property
     def has_ended(self) -> bool:

@@ -38,9 +38,11 @@ from penstock.transfer_queue.types import (
     DeadLetter,
     JournalEntry,
     Lease,
+    Origin,
     Outcome,
     Task,
     Trajectory,
+    count_sampled,
 )
 from penstock.transfer_queue.validation import check_tasks, finish
 
@@ -162,7 +164,22 @@ class MemoryTransferQueue(MemorySteps):
         if position != len(entries):
             raise JournalMismatch(lease.episode_id, position, len(entries))
         member.journal.append((entry, size))
-        member.tokens += 0 if entry.ids is None else len(entry.ids)
+        member.tokens += count_sampled([entry])
+
+    async def fork(self, lease: Lease, turn: int, prefix: Sequence[JournalEntry], count: int) -> list[str]:
+        group, member = self._state.owned(lease.episode_id, lease.fence)
+        origin = Origin(lease.episode_id, turn, len(prefix), count_sampled(prefix))
+        if not self._branches(group, origin):
+            if len(member.journal) < len(prefix):
+                raise JournalMismatch(lease.episode_id, len(prefix), len(member.journal))
+            self._state.fork(group, origin, member.journal[: len(prefix)], count)
+        return self._branches(group, origin)
+
+    @staticmethod
+    def _branches(group: MemoryGroup, origin: Origin) -> list[str]:
+        """Returns the branches that leave `origin.parent` at this turn."""
+        origins = {name: one.origin for name, one in group.named_members() if one.origin is not None}
+        return [name for name, one in origins.items() if (one.parent, one.turn) == (origin.parent, origin.turn)]
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         await self.config()
@@ -179,8 +196,7 @@ class MemoryTransferQueue(MemorySteps):
         if group.is_train:
             self._state.counts["completed"] += 1
             self._state.lengths[bucket_of(result.tokens)] += 1
-        if group.ended:
-            self._state.end_group(group)
+        self._state.count_ended(group)
 
     async def fail(self, lease: Lease, outcome: Outcome) -> bool:
         known = self._member(lease.episode_id)
@@ -260,7 +276,7 @@ class MemoryTransferQueue(MemorySteps):
 def _describe(group: MemoryGroup, index: int, fence: int) -> Lease:
     member = group.members[index]
     journal = [entry for entry, _ in member.journal]
-    return Lease(group.episode(index), group.task, index, member.attempts, fence, group.floor, journal)
+    return Lease(group.episode(index), group.task, index, member.attempts, fence, group.floor, journal, member.origin)
 
 
 def _place(cursor: DataCursor) -> str:

@@ -11,12 +11,22 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from penstock.testing.memory_groups import TRAIN, GroupMember, MemoryGroup, split_episode
-from penstock.transfer_queue.admission import enough_members, may_admit, most_together, room_allows
+from penstock.transfer_queue.admission import enough_members, may_admit, most_together, room_allows, roots_of
 from penstock.transfer_queue.errors import LeaseLost, TrainerFenced
 from penstock.transfer_queue.ledger import Fate, LedgerEntry
 from penstock.transfer_queue.metrics import bucket_of
 from penstock.transfer_queue.status import EPISODE_TOTALS
-from penstock.transfer_queue.types import Announcement, DataCursor, DeadLetter, Limits, Outcome, OutcomeKind, Task
+from penstock.transfer_queue.types import (
+    Announcement,
+    DataCursor,
+    DeadLetter,
+    JournalEntry,
+    Limits,
+    Origin,
+    Outcome,
+    OutcomeKind,
+    Task,
+)
 from penstock.transfer_queue.validation import same_reward
 
 
@@ -203,8 +213,22 @@ class MemoryState:
         self.counts["failed"] += group.is_train
         if group.is_train:
             self.book_fate(Fate.DEAD_LETTER, [(group.episode(index), member)])
-        if group.ended:
+        self.count_ended(group)
+
+    def count_ended(self, group: MemoryGroup) -> None:
+        """Follows the end of each member. Once all that have started have ended, no other can become a branch."""
+        reserved = [member for member in group.members if member.state == "reserved"]
+        if any(not member.has_ended for member in group.members if member.state != "reserved"):
+            return
+        for member in reserved:
+            member.state = "queued"
+        if not reserved:
             self.end_group(group)
+
+    def fork(self, group: MemoryGroup, origin: Origin, journal: list[tuple[JournalEntry, int]], count: int) -> None:
+        """Members that wait become branches, each with this journal."""
+        for member in [one for one in group.members if one.state == "reserved"][:count]:
+            member.state, member.origin, member.journal, member.tokens = "queued", origin, list(journal), origin.sampled
 
     def end_group(self, group: MemoryGroup) -> None:
         """All members have ended: the group is ready for the trainer, filtered, dead, or done (other splits)."""
@@ -279,7 +303,7 @@ class MemoryState:
         for member in group.members:
             # Those without a reward were counted when their group was ready.
             self.counts["dropped"] += member.payload is not None
-            self.lengths[bucket_of(member.tokens)] += member.state in ("queued", "leased")
+            self.lengths[bucket_of(member.tokens)] += not member.has_ended
             self.over_age_lengths[bucket_of(member.tokens)] += member.state != "failed"
         del self.groups[group.task.task_id]
 
@@ -311,6 +335,8 @@ class MemoryState:
             unshipped, quota = self._of_source(source, "admitted", "ready"), limits.quotas.get(source, math.inf)
             if group.task.min_version <= version and unshipped < quota:
                 group.floor, group.due = due - limits.max_staleness, due
+                for member in group.members[roots_of(len(group.members), limits.branches) :]:
+                    member.state = "reserved"
                 self.change(group, "admitted")
                 return group
         return None

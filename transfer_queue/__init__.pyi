@@ -68,6 +68,7 @@ from .types import JournalKind as JournalKind
 from .types import Lease as Lease
 from .types import Limits as Limits
 from .types import Logprobs as Logprobs
+from .types import Origin as Origin
 from .types import Outcome as Outcome
 from .types import OutcomeKind as OutcomeKind
 from .types import RoutedExperts as RoutedExperts

@@ -62,6 +62,11 @@ def enough_members(rewarded: int, group_size: int, min_group: int) -> bool:
     return rewarded >= min(min_group, group_size)
 
 
+def roots_of(group_size: int, branches: int) -> int:
+    """Returns the number of a training group's members that begin with its task; the others wait to be branches."""
+    return -(-group_size // (branches + 1))
+
+
 def most_together(losses: int) -> float:
     """Returns the most episodes that a worker may hold while it runs one that lost `losses` leases, itself counted.
 
@@ -81,7 +86,7 @@ def check_limits(limits: Limits) -> None:
     least: dict[str, float] = dict.fromkeys(
         ("group_size", "groups_per_step", "min_group", "max_attempts", "max_bytes"), 1
     )
-    least |= dict.fromkeys(("max_staleness", "max_groups", "max_filtered_steps"), 0)
+    least |= dict.fromkeys(("max_staleness", "branches", "max_groups", "max_filtered_steps"), 0)
     # The last of the leases must be lost alone, see `most_together`.
     least |= {"lease_ttl_s": 0.001, "max_lost_leases": 4}
     numbers = {name: (getattr(limits, name), low) for name, low in least.items()}
@@ -96,6 +101,11 @@ def check_limits(limits: Limits) -> None:
         raise QueueError(
             f"limits: max_groups = {limits.max_groups} < groups_per_step = {limits.groups_per_step}: a step could never"
             f" be filled; give at least {limits.groups_per_step}, or 0 for no limit"
+        )
+    if limits.branches >= limits.group_size:
+        raise QueueError(
+            f"limits: branches = {limits.branches} with group_size = {limits.group_size}: a root and its branches are"
+            f" members of one group; give at most {limits.group_size - 1}"
         )
     if limits.filter_groups == "zero_variance" and limits.group_size < 2:
         raise QueueError("limits: filter_groups = zero_variance with group_size = 1 would filter every group")

@@ -125,6 +125,15 @@ class TransferQueue(Protocol):
         crash, more where another process with this fence has appended.
         """
 
+    async def fork(self, lease: Lease, turn: int, prefix: Sequence[JournalEntry], count: int) -> list[str]:
+        """Start branches of an episode: members of its group whose journals begin with `prefix`, entries of its own.
+
+        With `Limits.branches` a group has one root for so many branches. The other members wait: each becomes a branch
+        by a fork, or a root once every member that has started has ended. Returns the branches: `count`, or fewer where
+        fewer members wait. A repeat for the same `turn` returns the same ones, whoever holds the episode now. Raises
+        `LeaseLost`, and `JournalMismatch` where the journal is shorter than `prefix` after a machine crash.
+        """
+
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         """Store the trajectory; the journal is deleted. Raises `LeaseLost`, `BadPayload`. A repeat is a no-op."""
 

@@ -242,6 +242,11 @@ class JournalEntry:
     """[R, layers, k] of the R positions of context and `ids` before the last of `ids`. See `Segment`."""
 
 
+def count_sampled(entries: Sequence[JournalEntry]) -> int:
+    """Return the number of tokens that were sampled in `entries`."""
+    return sum(len(entry.ids) for entry in entries if entry.ids is not None)
+
+
 KEPT_UPDATES = 10_000
 """Weight updates that a queue keeps; older ones are dropped."""
 
@@ -274,6 +279,8 @@ class Limits:
     """The run stops if more than this many steps' worth of groups are filtered for one step; 0 = no limit."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """data_source → maximum of its groups that are unshipped (admitted or ready); other sources are unbounded."""
+    branches: int = 0
+    """Branches that each root of a training group may have, see `TransferQueue.fork`; 0: every member is a root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +321,20 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """The place where a branch leaves its parent: its journal begins with the parent's first entries."""
+
+    parent: str
+    """Episode id."""
+    turn: int
+    """The parent's model call that the branch samples anew; those before it are shared."""
+    entries: int
+    """Entries of the journal that are the parent's."""
+    sampled: int
+    """Tokens that were sampled in them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The right of one worker to run one episode until it expires or is renewed."""
 
@@ -329,6 +350,8 @@ class Lease:
     """No token of this episode may be sampled below this version (the group's floor)."""
     journal: Sequence[JournalEntry] = ()
     """Entries of earlier owners of the episode."""
+    origin: Origin | None = None
+    """None: the episode is a root, it begins with its task."""
 
 
 @dataclass(frozen=True, slots=True)

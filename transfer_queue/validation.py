@@ -40,7 +40,7 @@ class FinishedEpisode:
     tokens: int
     """Length of all responses together, observations included."""
     sampled: int
-    """Sampled tokens among them."""
+    """Sampled tokens among them; those that a branch shares are its parent's."""
     lowest_version: int | None
     """Oldest version of any sampled token; None where nothing was sampled."""
     highest_version: int
@@ -64,7 +64,7 @@ def finish(
         packed,
         None if trajectory.reward is None else float(trajectory.reward),
         sum(len(segment.response_ids) for segment in trajectory.segments),
-        trajectory.num_sampled,
+        max(0, trajectory.num_sampled - (lease.origin.sampled if lease.origin else 0)),
         min(versions, default=None),
         max(versions, default=0),
     )

@@ -75,6 +75,7 @@ limits_given = st.builds(
     filter_groups=st.sampled_from(["none", "none", "zero_variance"]),
     max_filtered_steps=st.sampled_from([0, 3]),
     quotas=st.sampled_from([{}, {}, {"a": 1}, {"a": 1, "b": 2}]),
+    branches=st.sampled_from([0, 1, 2]),
 ).filter(is_possible)
 
 
@@ -174,6 +175,22 @@ class QueueMachine(RuleBasedStateMachine):
         self.ask(lambda queue: queue.journal(lease, turn(position), position))
 
     @precondition(lambda self: self.held)
+    @rule(data=st.data(), entries=st.integers(0, 2), known=st.integers(1, 2), count=st.integers(1, 3))
+    def fork(self, data: st.DataObject, entries: int, known: int, count: int) -> None:
+        """From a journal that may be shorter."""
+        _, lease = data.draw(st.sampled_from(self.held))
+        self.fork_one(lease, entries, known, count)
+
+    def fork_one(self, lease: Lease, entries: int, known: int, count: int) -> None:
+        """The second call finds the branches of the first."""
+        prefix = [turn(position) for position in range(entries)]
+        for position in range(known):
+            self.ask(lambda queue, at=position: queue.journal(lease, turn(at), at))
+        branches = self.ask(lambda queue: queue.fork(lease, entries, prefix, count))
+        event(f"forked: {branches if isinstance(branches, type) else len(branches)}")
+        assert self.ask(lambda queue: queue.fork(lease, entries, prefix, count)) == branches
+
+    @precondition(lambda self: self.held)
     @rule(data=st.data(), count=st.integers(1, 9), reward=st.sampled_from([1.0, 1.0, 0.0, 0.5, None]))
     def complete(self, data: st.DataObject, count: int, reward: float | None) -> None:
         chosen = data.draw(st.permutations(self.held))[:count]
@@ -208,12 +225,14 @@ class QueueMachine(RuleBasedStateMachine):
             if refusal is None and work.min_version is not None:
                 self.oldest[lease.episode_id] = work.min_version
 
-    @rule(worker=st.sampled_from(WORKERS), leave=st.integers(0, 2))
-    def work(self, worker: str, leave: int) -> None:
-        """A worker pulls, fills itself and finishes all but a few."""
+    @rule(worker=st.sampled_from(WORKERS), leave=st.integers(0, 2), entries=st.integers(0, 2))
+    def work(self, worker: str, leave: int, entries: int) -> None:
+        """A worker pulls, fills itself, forks some of what it has and finishes all but a few."""
         self.pull_weights(worker)
         self.lease(worker, 9)
         mine = [held for held in self.held if held[0] == worker]
+        for _, lease in mine[:entries]:
+            self.fork_one(lease, entries, known=2, count=1)
         for number, held in enumerate(mine[leave:]):
             self.finish(held, 0.5 * (number % 3))
 

@@ -137,6 +137,44 @@ call('HINCRBY', member.group, 't' .. member.m, ARGV[6])
 add_split_bytes(member.split, held)
 return -1
 
+-- script: fork
+-- needs: run, clock, server, episode
+-- ARGV: episode, fence, turn, entries of its journal that the branches share, bytes that these count for, tokens sampled
+-- in them, how many. Returns the branches; or how many entries are here, where they are fewer. A repeat finds the
+-- branches of the same turn.
+local parent, fence, turn, entries, held = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5])
+local member = owned(parent, fence, now_ms())
+if not member then return lease_lost(parent, fence) end
+local group, origin, branches, waiting = member.group, member.m .. ' ' .. turn .. ' ', {}, {}
+for m = 0, member.size - 1 do
+  local v = call('HMGET', group, 's' .. m, 'c' .. m)
+  if v[2] and string.sub(v[2], 1, #origin) == origin then
+    branches[#branches + 1] = member.task_id .. '#' .. m
+  elseif not v[1] then
+    waiting[#waiting + 1] = m
+  end
+end
+if #branches > 0 then return branches end
+
+local journal, shared = key('journal:' .. parent), {}
+local known = call('HLEN', journal)
+if known < entries then return known end
+for position = 0, entries - 1 do
+  shared[#shared + 1] = position
+  shared[#shared + 1] = call('HGET', journal, position)
+end
+for i = 1, math.min(tonumber(ARGV[7]), #waiting) do
+  local m, branch = waiting[i], member.task_id .. '#' .. waiting[i]
+  in_pieces(shared, function(...) call('HSET', key('journal:' .. branch), ...) end)
+  call('HSET', group, 's' .. m, 'q', 'c' .. m, origin .. entries .. ' ' .. ARGV[6], 't' .. m, ARGV[6])
+  if entries > 0 then call('HSET', group, 'n' .. m, held) end
+  add_split_bytes(member.split, held)
+  open_episode(branch, member.split, member.floor, member.seq)
+  branches[i] = branch
+end
+if #branches > 0 then call('HINCRBY', group, 'reserved', -#branches) end
+return branches
+
 -- script: complete
 -- needs: run, full, clock, server, episode, queue, group, lengths
 -- ARGV: episode, fence, number of its payload's keys (0 where this server does not hold them), payload bytes, bytes it
@@ -150,8 +188,9 @@ local highest, tokens, sampled, nonce, outcome = tonumber(ARGV[8]), tonumber(ARG
 local task_id, m = split_episode(episode)
 local group = group_key(task_id)
 local state, known_fence, known_nonce = unpack(call('HMGET', group, 's' .. m, 'f' .. m, 'y' .. m))
-local split, worker, size, journal_bytes, lost_by, ended, rewarded, group_lowest, rmin, rmax =
-  unpack(call('HMGET', group, 'split', 'w' .. m, 'size', 'n' .. m, 'l' .. m, 'ended', 'rewarded', 'lowest', 'rmin', 'rmax'))
+local split, worker, size, journal_bytes, lost_by, ended, rewarded, group_lowest, rmin, rmax, reserved =
+  unpack(call('HMGET', group, 'split', 'w' .. m, 'size', 'n' .. m, 'l' .. m, 'ended', 'rewarded', 'lowest', 'rmin', 'rmax',
+    'reserved'))
 if known_fence == fence and state == 'd' then return known_nonce == nonce and 1 or 0 end
 if known_fence ~= fence or (state ~= 'l' and state ~= 'q') then return lease_lost(episode, fence) end
 
@@ -205,7 +244,7 @@ if split == 'train' then
   count_length(tokens, false)
 end
 count_split(split, 'done', 1)
-if ended == tonumber(size) then end_group(group, task_id) end
+count_ended(group, task_id, tonumber(size), ended, tonumber(reserved or 0))
 return 1
 
 -- script: fail

@@ -21,7 +21,7 @@ if found[1] then
   if found[2] ~= LAYOUT then return refuse('LAYOUT', found[2] or '1') end
   if is_another() then return describe_run('taken') end
   for i = 5, #ARGV, 2 do
-    local limit = call('HGET', RUN, ARGV[i])
+    local limit = call('HGET', RUN, ARGV[i]) or (ARGV[i] == 'branches' and '0')  -- of a run from before there were any
     if limit ~= ARGV[i + 1] then return {'limit', ARGV[i], limit or 'nothing', ARGV[i + 1]} end
   end
 end

@@ -3,11 +3,12 @@
 -- part: episode
 -- Episodes. A group is one hash, group:TASK_ID, small enough for Redis's compact encoding; its task is task:TASK_ID.
 -- Of the group: seq, split, source, priority, size, min_version, cost, members_cost, state, at (ms, of the last change of
--- state), floor, due, ended, rewarded, lowest, rmin, rmax (rewards), step. Of member m: sM state (q, l, d, x), fM fence,
+-- state), floor, due, ended, rewarded, lowest, rmin, rmax (rewards), step, reserved (members of an admitted group that
+-- wait to be branches). Of member m: sM state (q, l, d, x; none while it waits), fM fence,
 -- wM worker, aM attempts, kM fence of the last counted failure, lM workers that died with it, one a line,
 -- nM journal bytes, tM response tokens, gM those of them that were sampled, bM payload bytes, hM what they count for,
 -- rM 1 if it carries a reward, vM its lowest version, pM 1 if spilled, oM outcome without reward, yM nonce of the
--- completion that was acknowledged.
+-- completion that was acknowledged, cM of a branch: its parent's member, turn, shared entries, tokens sampled in them.
 local function split_episode(episode)
   return string.match(episode, '^(.*)#(%d+)$')
 end
@@ -158,12 +159,12 @@ local function lease_lost(episode, fence)
   return refuse('LEASELOST', episode .. ': fence ' .. fence .. ' is no longer the newest')
 end
 
--- A lease as `lease_from_row` reads it: {episode, member, attempts, fence, floor, task, journal}.
+-- A lease as `lease_from_row` reads it: {episode, member, attempts, fence, floor, task, journal, origin}.
 local function describe(episode)
   local task_id, m = split_episode(episode)
-  local v = call('HMGET', group_key(task_id), 'a' .. m, 'f' .. m, 'floor')
+  local v = call('HMGET', group_key(task_id), 'a' .. m, 'f' .. m, 'floor', 'c' .. m)
   return {episode, tonumber(m), tonumber(v[1] or 0), tonumber(v[2]), tonumber(v[3]),
-    call('GET', key('task:' .. task_id)), call('HVALS', key('journal:' .. episode))}
+    call('GET', key('task:' .. task_id)), call('HVALS', key('journal:' .. episode)), v[4] or ''}
 end
 
 -- part: group
@@ -321,10 +322,27 @@ local function end_group(group, task_id)
   end
 end
 
-local function member_ended(member)
-  if call('HINCRBY', member.group, 'ended', 1) == member.size then
-    end_group(member.group, member.task_id)
+-- Members that wait to be branches start as roots.
+local function start_reserved(group, task_id, size)
+  local v = call('HMGET', group, 'floor', 'seq')
+  for m = 0, size - 1 do
+    if not call('HGET', group, 's' .. m) then
+      call('HSET', group, 's' .. m, 'q')
+      open_episode(task_id .. '#' .. m, 'train', tonumber(v[1]), tonumber(v[2]))
+    end
   end
+  call('HSET', group, 'reserved', 0)
+end
+
+-- Follows the end of each member. Once all that have started have ended, no other can become a branch.
+local function count_ended(group, task_id, size, ended, reserved)
+  if ended + reserved < size then return end
+  if reserved > 0 then start_reserved(group, task_id, size) else end_group(group, task_id) end
+end
+
+local function member_ended(member)
+  local ended, reserved = call('HINCRBY', member.group, 'ended', 1), call('HGET', member.group, 'reserved')
+  count_ended(member.group, member.task_id, member.size, ended, tonumber(reserved or 0))
 end
 
 -- The episode becomes a dead letter, and its journal moves there: it no longer counts for back-pressure, but still for
@@ -460,7 +478,10 @@ local function admit(version, now)
   add_bytes(tonumber(v[4]), 0)
   call('ZADD', key('admitted'), score(due, seq), task_id)
   call('HSET', group, 'state', 'admitted', 'floor', floor, 'due', due, 'at', now)
-  for m = 0, tonumber(v[2]) - 1 do
+  local size = tonumber(v[2])
+  local roots = math.ceil(size / (run.branches + 1))
+  if roots < size then call('HSET', group, 'reserved', size - roots) end
+  for m = 0, roots - 1 do
     call('HSET', group, 's' .. m, 'q')
     open_episode(task_id .. '#' .. m, 'train', floor, seq)
   end

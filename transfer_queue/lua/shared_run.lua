@@ -79,7 +79,7 @@ end
 -- each call:
 raw = call('HMGET', RUN, 'group_size', 'groups_per_step', 'max_staleness', 'min_group', 'max_attempts',
   'lease_ttl_ms', 'max_bytes', 'max_groups', 'max_filtered_steps', 'overage', 'filter_groups', 'quotas', 'layout',
-  'max_lost_leases')
+  'max_lost_leases', 'branches')
 if not raw[1] then
   return refuse('NORUN', 'no such run; create_run comes first')
 end
@@ -89,6 +89,7 @@ run = {
   min_group = tonumber(raw[4]), max_attempts = tonumber(raw[5]), lease_ttl_ms = tonumber(raw[6]),
   max_bytes = tonumber(raw[7]), max_groups = tonumber(raw[8]), max_filtered_steps = tonumber(raw[9]),
   overage = raw[10], filter_groups = raw[11], max_lost_leases = tonumber(raw[14]),
+  branches = tonumber(raw[15] or 0),
 }
 
 -- Steps are a hash of their own, so that Redis can refuse it to everybody but the trainer.

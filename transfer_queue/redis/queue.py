@@ -71,6 +71,7 @@ from penstock.transfer_queue.types import (
     Trajectory,
     Waiting,
     WeightUpdate,
+    count_sampled,
 )
 from penstock.transfer_queue.validation import check_tasks
 
@@ -204,11 +205,18 @@ class RedisTransferQueue:
 
     async def journal(self, lease: Lease, entry: JournalEntry, position: int) -> None:
         packed = encode_journal(entry)
-        sampled = 0 if entry.ids is None else len(entry.ids)
-        args = (lease.episode_id, lease.fence, position, packed, journal_cost(len(packed)), sampled)
+        args = (lease.episode_id, lease.fence, position, packed, journal_cost(len(packed)), count_sampled([entry]))
         count = int(await self._connection.script("journal", self._keys.index, *args))
         if count >= 0:
             raise JournalMismatch(lease.episode_id, position, count)
+
+    async def fork(self, lease: Lease, turn: int, prefix: Sequence[JournalEntry], count: int) -> list[str]:
+        cost = sum(journal_cost(len(encode_journal(entry))) for entry in prefix)
+        shared = (turn, len(prefix), cost, count_sampled(prefix))
+        answer = await self._script("fork", lease.episode_id, lease.fence, *shared, count)
+        if isinstance(answer, int):
+            raise JournalMismatch(lease.episode_id, len(prefix), answer)
+        return [episode.decode() for episode in answer]
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:
         await self._completions.complete(lease, trajectory)

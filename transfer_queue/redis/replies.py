@@ -10,7 +10,7 @@ import re
 import ssl
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from redis.exceptions import (
@@ -45,15 +45,22 @@ from penstock.transfer_queue.metrics import deciles
 from penstock.transfer_queue.redis.keys import LAYOUT
 from penstock.transfer_queue.status import EPISODE_TOTALS, Status
 from penstock.transfer_queue.turns import TurnHolder, TurnReport, Turns
-from penstock.transfer_queue.types import DeadLetter, JournalEntry, Lease, Limits
+from penstock.transfer_queue.types import DeadLetter, JournalEntry, Lease, Limits, Origin
 
 _POSITION = struct.Struct(">I")
 
 
 def lease_from_row(row: Sequence[Any]) -> Lease:
-    """Return the lease of {episode, member, attempts, fence, floor, task, journal}."""
-    episode, member, attempts, fence, floor, task, journal = row
-    return Lease(episode.decode(), decode_task(task), member, attempts, fence, floor, journal_from_values(journal))
+    """Return the lease of {episode, member, attempts, fence, floor, task, journal, origin}."""
+    episode, member, attempts, fence, floor, task, journal, origin = row
+    lease = Lease(episode.decode(), decode_task(task), member, attempts, fence, floor, journal_from_values(journal))
+    return replace(lease, origin=_origin(lease.task.task_id, origin)) if origin else lease
+
+
+def _origin(task_id: str, text: bytes) -> Origin:
+    """Return the origin of ``MEMBER TURN ENTRIES SAMPLED``."""
+    parent, *numbers = map(int, text.split())
+    return Origin(f"{task_id}#{parent}", *numbers)
 
 
 def letter_from_row(row: Sequence[Any]) -> DeadLetter:
