@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import LoadError
+from penstock.agent_loops.forks import Forks
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import EpisodeLLM, GenerateClient
 from penstock.agent_loops.loader import load_object
@@ -128,7 +129,7 @@ class WorkerServices:
 class AgentLoopBase(ABC):
     """Runs one episode of one task; one object per episode.
 
-    Set before `setup`: `llm` (token in, token out), `chat` (messages ↔ ids), `tools`, `sandbox`, `config`.
+    Set before `setup`: `llm` (token in, token out), `chat` (messages ↔ ids), `tools`, `sandbox`, `config`, `forks`.
     After its worker dies, another worker runs the episode from the start, with model calls and tools answered from the
     journal. `run` must therefore be deterministic given those answers: take randomness from `task`.
     """
@@ -138,6 +139,9 @@ class AgentLoopBase(ABC):
     tools: ToolBox
     sandbox: Sandbox | None
     config: Mapping[str, Any]
+    forks: Forks
+    can_fork: ClassVar[bool] = True
+    """False if a worker that takes the episode over does not run it from the journal alone: it has no branches."""
     needs_sandbox: ClassVar[bool] = False
     """True if the loop needs `sandbox` even if the recipe has no tool."""
     settings_kind: ClassVar[type[BaseModel] | None] = None
@@ -176,6 +180,15 @@ class AgentLoopBase(ABC):
         """
         with self._journal.branching():
             return await gather_or_cancel(branches)
+
+    async def fork(self, turn: int | None = None, count: int | None = None) -> list[str]:
+        """Starts branches of the episode, under `agent.forks`; returns their episodes.
+
+        A branch shares everything before model call `turn` (from 0; None: the next one) and samples that call anew.
+        `count` None: `agent.forks.branches`. Fewer, or none, are started where too few members of the group wait, and
+        none by a branch at its own origin or before, nor behind calls of a tool whose state cannot be restored.
+        """
+        return await self.forks.fork(self.llm.counts.calls if turn is None else turn, count)
 
     async def setup(self, task: Task) -> None:
         """Before `run`; what it opens, `teardown` closes. Written without ``async`` both run in a thread."""

@@ -76,6 +76,21 @@ class TeacherConfig(BaseModel):
     )
 
 
+class ForksConfig(BaseModel):
+    """Episodes that leave another one at one of its turns (docs/extend/loop.md)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    branches: int = Field(
+        gt=0, description="Branches of each root. A group of 8 with 3 has 2 roots, which begin with the task."
+    )
+    turn: Literal["entropy", "random", "loop"] = Field(
+        "entropy",
+        description="Turn at which an ended root is forked: the one of the highest mean entropy, or any of them. loop:"
+        " where the agent loop calls `fork` itself.",
+    )
+
+
 class CaptureConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -145,6 +160,9 @@ class AgentConfig(BaseModel):
         None, description="What chat templates take for today. Unset: the day on which the run started first."
     )
     capture: CaptureConfig = CaptureConfig()
+    forks: ForksConfig | None = Field(
+        None, description="Members of a group share the beginnings of others (page 'Agent loops'). None: none does."
+    )
     reward: str = Field(
         "",
         description="A name of the page 'My own reward', by_data_source, or a compute_score as dotted path or"

@@ -14,13 +14,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.agent_loops.base import AgentLoopBase, WorkerServices
 from penstock.agent_loops.chat.calls import name_of
 from penstock.agent_loops.chat.chat import new_budget
 from penstock.agent_loops.errors import BadOutput, EpisodeRestart, InfraFailure, LoadError, TokenMismatch
+from penstock.agent_loops.forks import Forks
 from penstock.agent_loops.journal import EpisodeJournal
 from penstock.agent_loops.llm import EpisodeLLM, usual_sampling
 from penstock.agent_loops.merge import as_outputs, check_output, images_of, number_of, to_trajectory
@@ -148,6 +149,7 @@ class Episode:
                 # A loop may catch our failures to clean up, not to be rewarded despite them (invariant 5).
                 if failure is not None:
                     raise failure
+            await loop.forks.at_end()
             tool_rewards = await tools.rewards()
         except (asyncio.CancelledError, QueueError):
             leave = True
@@ -193,6 +195,7 @@ class Episode:
             services.chat.count_tokens,
         )
         loop.sandbox, loop.config = services.sandbox, services.config.settings
+        loop.forks = Forks(services.config.forks if loop.can_fork else None, lease, self._journal)
         loop.equip(services, lease, self._journal)
         return loop.llm, loop.tools
 
@@ -311,6 +314,7 @@ class FinishedAttempt:
             "parser": name_of(self.services.chat.parser),
             "worker": self.services.worker,
             "attempt": self.lease.attempt,
+            **({} if (origin := self.journal.origin) is None else {"origin": asdict(origin)}),
             "replayed_calls": self.journal.replayed.sampled,
             "replayed_tool_turns": self.journal.replayed.tools,
             **self.trace.plain(),

@@ -1,7 +1,8 @@
 """Durable execution of one episode: past calls are answered from the journal, new ones are appended to it.
 
 A resumed episode runs its loop from the start. Entries are found by kind and by the hash of the request (the exact
-context of a model call, the exact calls of a tool turn); each is used once.
+context of a model call, the exact calls of a tool turn); each is used once. A branch is resumed from the entries that
+it shares with its parent, without the names of the parent's run, boxes and rewards.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from penstock.agent_loops.errors import EpisodeRestart
-from penstock.transfer_queue import JournalEntry, JournalKind, JournalMismatch, Lease, QueueError, TransferQueue
+from penstock.agent_loops.errors import AgentError, EpisodeRestart
+from penstock.transfer_queue import JournalEntry, JournalKind, JournalMismatch, Lease, Origin, QueueError, TransferQueue
 
 RESTART = "restart"
 """Key in an entry's data: everything before this entry belongs to an abandoned run of the episode."""
@@ -26,6 +27,10 @@ REWARDS = "tool_rewards"
 """Key in an entry's data: the results of the tools' `calc_reward`. Their states may be gone afterwards."""
 SCORE = "score"
 """Key in an entry's data: a `RecordedScore`."""
+UNREPEATABLE = "unrepeatable"
+"""Key in a tool turn's data: a call of it changed a state that a replay of the calls does not restore."""
+NOTES = frozenset({LIFE, REWARDS, SCORE})
+"""Keys of entries that answer no call."""
 MISMATCHES_ALLOWED = 100
 """Mismatches in one append. Each is an entry of another process with this lease, or a machine of the queue that
 died.
@@ -51,6 +56,17 @@ class RecordedScore:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class JournaledTurn:
+    """A model call of an episode's run."""
+
+    position: int
+    """Place of its entry in the journal."""
+    is_restorable: bool
+    """The tools' states before it can be restored in a branch."""
+    entry: JournalEntry
+
+
 class EpisodeJournal:
     """Owned by one lease; `take` before a call, `append` after it and before its result is used."""
 
@@ -64,9 +80,10 @@ class EpisodeJournal:
         self._unsure = False
         """An append got no answer: the queue may hold one entry more."""
         self._appending = asyncio.Lock()
-        entries = since_last_restart(lease.journal)
-        notes = {LIFE, REWARDS, SCORE}
-        self._remaining = [entry for entry in entries if not entry.data or not entry.data.keys() <= notes]
+        self._origin = lease.origin
+        readable = _readable(lease)
+        entries = since_last_restart(readable)
+        self._remaining = [entry for entry in entries if not _is_note(entry)]
         self.replayed = Replayed()
         self.sessions: dict[str, str] = {}
         """Tool → session, as recorded last by earlier owners of this run."""
@@ -77,7 +94,7 @@ class EpisodeJournal:
         score = _last(entries, SCORE)
         self.score = RecordedScore(**score) if score else None
         """The reward recorded last by an earlier owner; what it scored is not necessarily what is scored now."""
-        known: str | None = _last(lease.journal, LIFE)  # a restart names its run
+        known: str | None = _last(readable, LIFE)  # a restart names its run
         self._life, self._life_is_durable = known or secrets.token_hex(8), known is not None
         self._branches = 0
         self._strayed = False
@@ -101,6 +118,52 @@ class EpisodeJournal:
         elif same_kind:
             raise EpisodeRestart(f"the replay requested a {kind.value} entry that its journal does not hold")
         return None
+
+    @property
+    def origin(self) -> Origin | None:
+        """The place where this run left another episode; None for a root, and after a restart."""
+        if self._origin is None or any(RESTART in entry.data for entry in self._all[self._origin.entries :]):
+            return None
+        return self._origin
+
+    @property
+    def turns(self) -> list[JournaledTurn]:
+        """Model calls of this run so far, in the order of their answers."""
+        begin = len(self._all) - len(since_last_restart(self._all))
+        return [
+            JournaledTurn(position, self._is_restorable(position), entry)
+            for position, entry in enumerate(self._all[begin:], begin)
+            if entry.kind is JournalKind.SAMPLED
+        ]
+
+    def _is_restorable(self, position: int) -> bool:
+        """Returns True if the tools' states at this place of the journal can be restored in a branch."""
+        return not any(entry.data.get(UNREPEATABLE) for entry in since_last_restart(self._all[:position]))
+
+    async def fork(self, turn: int, count: int) -> list[str]:
+        """Starts branches that share everything before model call `turn` and sample it anew; returns their episodes.
+
+        A repeat returns the same ones. Empty where no member of the group waits, before the run's own origin, and if
+        the tools' states at that place cannot be restored. Raises `LeaseLost`, `QueueUnavailable`.
+        """
+        if self._branches:
+            raise AgentError("fork() while branches run concurrently: their order is not the same in a branch")
+        async with self._appending:
+            if self._unsure:
+                await self._look()
+            turns, origin = self.turns, self.origin
+            if not 0 <= turn <= len(turns):
+                raise AgentError(f"fork() at model call {turn}: the episode has {len(turns)}")
+            place = turns[turn].position if turn < len(turns) else len(self._all)
+            if not self._is_restorable(place) or (origin is not None and turn <= origin.turn):
+                return []
+            for _ in range(MISMATCHES_ALLOWED):
+                try:
+                    await self._restore()
+                    return await self._queue.fork(self._lease, turn, self._all[:place], count)
+                except JournalMismatch as mismatch:
+                    await self._follow(mismatch)
+        raise QueueError(f"{self._lease.episode_id}: its journal changed {MISMATCHES_ALLOWED} times during one fork")
 
     @contextmanager
     def branching(self) -> Iterator[None]:
@@ -141,20 +204,27 @@ class EpisodeJournal:
     async def _put(self, entry: JournalEntry) -> None:
         for _ in range(MISMATCHES_ALLOWED):
             try:
-                while self._durable < len(self._all):
-                    await self._queue.journal(self._lease, self._all[self._durable], self._durable)
-                    self._durable += 1
+                await self._restore()
                 await self._queue.journal(self._lease, entry, self._durable)
             except JournalMismatch as mismatch:
-                if mismatch.entries < self._durable:
-                    self._durable = mismatch.entries
-                else:
-                    await self._look()
+                await self._follow(mismatch)
             else:
                 self._all.append(entry)
                 self._durable += 1
                 return
         raise QueueError(f"{self._lease.episode_id}: its journal changed {MISMATCHES_ALLOWED} times during one append")
+
+    async def _restore(self) -> None:
+        """Appends entries that the queue has lost."""
+        while self._durable < len(self._all):
+            await self._queue.journal(self._lease, self._all[self._durable], self._durable)
+            self._durable += 1
+
+    async def _follow(self, mismatch: JournalMismatch) -> None:
+        if mismatch.entries < self._durable:
+            self._durable = mismatch.entries
+        else:
+            await self._look()
 
     async def _look(self) -> None:
         """Reads entries that others appended, or an append of this journal that got no answer."""
@@ -205,6 +275,22 @@ def since_last_restart(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     """Entries of the current run of the episode."""
     marks = [index for index, entry in enumerate(entries) if RESTART in entry.data]
     return list(entries[marks[-1] + 1 :] if marks else entries)
+
+
+def _is_note(entry: JournalEntry) -> bool:
+    return bool(entry.data) and entry.data.keys() <= NOTES
+
+
+def _readable(lease: Lease) -> list[JournalEntry]:
+    """Entries as this episode reads them: those of a parent without what names its run, its boxes and its rewards."""
+    shared = 0 if lease.origin is None else lease.origin.entries
+    parents = NOTES | {SESSIONS}
+    inherited = [
+        replace(entry, data={key: value for key, value in entry.data.items() if key not in parents})
+        for entry in lease.journal[:shared]
+        if not _is_note(entry)
+    ]
+    return [*inherited, *lease.journal[shared:]]
 
 
 def _last(entries: Sequence[JournalEntry], key: str) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 import xxhash
 
 from penstock.agent_loops.errors import AgentError, EpisodeRestart, InfraFailure
-from penstock.agent_loops.journal import SESSIONS, EpisodeJournal
+from penstock.agent_loops.journal import SESSIONS, UNREPEATABLE, EpisodeJournal
 from penstock.agent_loops.rewards.registry import proof_of
 from penstock.agent_loops.tool_states import NamedCall, OnLost, ToolStates, as_infra, within
 from penstock.agent_loops.tracing import span
@@ -151,7 +151,10 @@ class ToolBox:
             else:
                 runs = [self._run_one(one, problem) for one, problem in zip(named, problems, strict=True)]
                 results = await gather_or_cancel(runs)
-                data = {"results": [_plain(result) for result in results], SESSIONS: self._states.sessions()}
+                plain = [_plain(result) for result in results]
+                data: dict[str, Any] = {"results": plain, SESSIONS: self._states.sessions()}
+                if not all(self._states.can_repeat(call.name) for call in calls):
+                    data[UNREPEATABLE] = True
                 await self._journal.append(JournalEntry(kind=JournalKind.TOOLS, context_hash=digest, data=data))
         except (InfraFailure, EpisodeRestart) as error:
             self.failure = error

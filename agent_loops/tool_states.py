@@ -99,6 +99,13 @@ class ToolStates:
         named = {name: getattr(entry.state, "session_id", None) for name, entry in self.open_states.items()}
         return {name: session for name, session in named.items() if session is not None}
 
+    def can_repeat(self, name: str) -> bool:
+        """Returns True if calls of this tool restore its state when they run again in a fresh one, as in a branch."""
+        entry = self.open_states.get(name)
+        if entry is None or entry.state is None:
+            return True
+        return self.on_lost == "replay" and self.tools[name].replayable
+
     async def with_rewards(self) -> dict[str, Any]:
         """States of the tools that have a `calc_reward` and were used, in this worker or in one before."""
         used = {named.call.name for named in self.past} | {

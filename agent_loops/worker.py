@@ -29,7 +29,7 @@ from penstock.agent_loops.chat.chat import chat_of
 from penstock.agent_loops.concurrency import ADAPT_S, Concurrency, WatchedClient
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.episode import Episode
-from penstock.agent_loops.errors import WorkerStopped
+from penstock.agent_loops.errors import LoadError, WorkerStopped
 from penstock.agent_loops.llm import GenerateClient
 from penstock.agent_loops.loader import allow_imports_from, load_object
 from penstock.agent_loops.loop_watch import BLOCKING, LoopWatch
@@ -94,7 +94,10 @@ def build_services(job: WorkerJob, sandbox: Sandbox | None) -> WorkerServices:
     )
     find = lru_cache(partial(find_loop, recipe_dir=run.recipe_dir))
     for config in job.config.of_sources():
-        find(config.loop).check_settings(config.settings)
+        loop = find(config.loop)
+        loop.check_settings(config.settings)
+        if config.forks is not None and not loop.can_fork:
+            raise LoadError(f"agent.forks: {config.loop} keeps more than the journal of its episode: no branches")
     return WorkerServices(
         worker=job.name,
         config=job.config,

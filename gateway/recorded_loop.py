@@ -41,6 +41,7 @@ _TOKENIZING: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = W
 class RecordedLoop(AgentLoopBase):
     """Base of loops that record an agent's requests. `recorded` is set before `setup`."""
 
+    can_fork: ClassVar[bool] = False
     session_kind: ClassVar[type[GatewaySession]] = GatewaySession
     recorded: GatewaySession
 

@@ -124,6 +124,7 @@ def resolve_target(request: EvalRequest) -> EvalPlan:
     tree |= {"name": name, "runs_dir": str(Path(config.runs_dir).resolve())}
     tree |= {"group_size": 1, "groups_per_step": 1, "max_staleness": 0}
     tree["rollout"] |= rollout
+    tree["agent"]["forks"] = None
     planned = parse_config(tree, source="penstock eval")
     export = None
     if step is not None and run is not None:

@@ -221,6 +221,7 @@ def limits_of(config: RunConfig) -> Limits:
         filter_groups=knobs.filter_groups,
         max_filtered_steps=knobs.max_filtered_steps,
         quotas=knobs.quotas,
+        branches=0 if config.agent.forks is None else config.agent.forks.branches,
     )
 
 

@@ -58,7 +58,7 @@ class Stage:
     model: str
     worker: Callable[..., subprocess.Popen[bytes]]
 
-    async def submit(self, episodes: int, **fields: Any) -> None:
+    async def submit(self, episodes: int, branches: int = 0, **fields: Any) -> None:
         groups = episodes // GROUP_SIZE
         await self.queue.create_run(
             Limits(
@@ -67,6 +67,7 @@ class Stage:
                 lease_ttl_s=LEASE_TTL_S,
                 max_attempts=20,
                 max_lost_leases=1000,  # workers are killed from outside
+                branches=branches,
             ),
             "{}",
         )

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import random
+import secrets
 import signal
 import sys
 from pathlib import Path
@@ -25,16 +26,27 @@ from penstock.tools import ToolConfig
 from penstock.transfer_queue import Lease, RedisTransferQueue, RunContext, Trajectory, TransferQueueConfig
 
 PASSWORD, TOKEN = "a-test-password", "a-token-of-this-run"
+UNIQUE = "UNIQUE"
 ASKED = "<|im_start|>user\n<tool_response>"
 
 
 class Actor(FakeClient):
-    """Says line n after n tool turns. While the file `hold` is there, answers after the first turn do not come."""
+    """Says line n after n tool turns. While the file `hold` is there, answers after the first turn do not come.
+
+    `UNIQUE` in a line is another number in each answer.
+    """
 
     def __init__(self, chat: ChatTokens, lines: list[str], hold: Path | None, spread_s: float) -> None:
         said = [chat.encode(line + "<|im_end|>") for line in lines]
         self._turn = lambda context: chat.decode(context).count(ASKED)
-        super().__init__(lambda context: said[self._turn(context)])
+
+        def reply(context: list[int]) -> list[int]:
+            turn = self._turn(context)
+            if UNIQUE not in lines[turn]:
+                return said[turn]
+            return chat.encode(lines[turn].replace(UNIQUE, secrets.token_hex(4)) + "<|im_end|>")
+
+        super().__init__(reply)
         self._hold = hold
         self._spread_s = spread_s
 
@@ -67,6 +79,7 @@ async def main(given: dict[str, Any]) -> None:
         max_new_tokens=given.get("max_new_tokens", 256),
         episode_deadline_s=300.0,
         settings=given.get("settings", {}),
+        forks=given.get("forks"),
         reward=given.get("reward", "judge.py:compute_score"),
         rewards={"settings": given.get("reward_settings", {})},
     )
