@@ -18,6 +18,7 @@ def check_job(job: TrainJob) -> None:
             "off-policy correction collapse a run. Set trainer.correction (truncated_is) or max_staleness=0"
         )
     check_algorithm(config, job.limits.group_size)
+    _check_branches(job)
     _check_filter(job)
     _check_top_k(job)
     stop = config.stop
@@ -43,6 +44,14 @@ def check_job(job: TrainJob) -> None:
         raise BadJob(f"weights over {job.rollout.manifest_transport} need the run's token: anybody could read them")
     if job.temperature <= 0:
         raise BadJob(f"temperature is {job.temperature}: training episodes must be sampled, not greedy")
+
+
+def _check_branches(job: TrainJob) -> None:
+    if job.limits.branches and "greedy" in needs_of_advantage(job.config):
+        raise BadJob(
+            f"trainer.advantage={job.config.advantage} has a greedy member, which is not trained on, and branches of it"
+            " would share its tokens: set agent.forks=null, or another trainer.advantage"
+        )
 
 
 def _check_filter(job: TrainJob) -> None:

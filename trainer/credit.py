@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -59,6 +59,7 @@ def episodes_of(batch: StepBatch, config: TrainerConfig, scores: TokenScores) ->
         turn_rewards=_turn_rewards(batch.trajectories, counts) * config.turn_reward_weight,
         turn_episode=torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.long)),
         turn_state=_turn_states(batch.trajectories, turns),
+        turn_path=torch.tensor([key for one in batch.trajectories for key in _paths(one)], dtype=torch.long),
         token_turn=_joined(token_turns, np.int64),
         token_rewards=nothing if scores.kl_rewards is None else scores.kl_rewards.double(),
         trained=_joined([row.mask for row in batch.rows], np.bool_),
@@ -132,6 +133,22 @@ def _turn_states(trajectories: Sequence[Trajectory], turns: Sequence[Sequence[li
         prefix_keys = [key for keys in segments for key in keys]
         states += prefix_keys if own is None else [_key(repr(state).encode()) for state in own]
     return torch.tensor(states, dtype=torch.long)
+
+
+def _paths(trajectory: Trajectory) -> list[int]:
+    """A key per turn of all ids from the task to the last one that the turn sampled."""
+    keys, path = [], xxhash.xxh3_64()
+    for segment in trajectory.segments:
+        path.update(f"{len(segment.prompt_ids)} ".encode() + segment.prompt_ids.astype("<i4").tobytes())
+        ids, done = segment.response_ids.astype("<i4"), 0
+        for start, end in pairwise([*segment.turn_starts.tolist(), len(ids)]):
+            sampled = np.flatnonzero(segment.response_mask[start:end])
+            last = start + (int(sampled[-1]) + 1 if len(sampled) else 0)
+            path.update(ids[done:last].tobytes())
+            done = last
+            keys.append(path.intdigest() >> 1)
+        path.update(ids[done:].tobytes())
+    return keys
 
 
 def _turn_rewards(trajectories: Sequence[Trajectory], counts: Sequence[int]) -> Tensor:

@@ -60,6 +60,24 @@ def test_a_state_is_what_was_fed_right_before_the_turn() -> None:
     assert len(set(states[:4])) == 4
 
 
+def test_paths_are_equal_up_to_the_first_different_answer() -> None:
+    """Results of tools between two answers belong to the later turn's path."""
+    first, answer, result = two_segments(), two_segments(), two_segments()
+    ids = [one.segments[1].response_ids.copy() for one in (answer, result)]
+    ids[0][-1] += 1
+    ids[1][5] += 1
+    changed = [
+        replace(one, segments=[one.segments[0], replace(one.segments[1], response_ids=own)])
+        for one, own in zip((answer, result), ids, strict=True)
+    ]
+    paths = episodes_of(batch_of(first, *changed), TrainerConfig(), TokenScores()).turn_path
+    assert paths is not None
+    same, other_answer, other_result = paths.reshape(3, 4).tolist()
+    assert len(set(same)) == 4
+    assert [one == other for one, other in zip(same, other_answer, strict=True)] == [True, True, True, False]
+    assert [one == other for one, other in zip(same, other_result, strict=True)] == [True, True, True, False]
+
+
 def one_segment(prompt: list[int], response: list[int], mask: list[int]) -> Trajectory:
     """Of a turn for each run of sampled tokens."""
     sampled = np.array(mask, dtype=np.uint8)

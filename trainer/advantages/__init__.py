@@ -41,6 +41,8 @@ class Episodes:
     """[N] of the implicit reward model, where the estimator needs one"""
     greedy: Tensor | None = None
     """[E] reward of the greedy episode of the same task"""
+    turn_path: Tensor | None = None
+    """[U] equal where episodes are the same from their task to the last token that the turn sampled"""
 
     @property
     def token_episode(self) -> Tensor:
@@ -75,7 +77,7 @@ class Episodes:
         """chosen [E] bool → these episodes alone, with their turns and tokens. Groups keep their numbers."""
         turns = chosen[self.turn_episode]
         tokens = turns[self.token_turn]
-        parts = {"values": tokens, "process_rewards": tokens, "greedy": chosen}
+        parts = {"values": tokens, "process_rewards": tokens, "greedy": chosen, "turn_path": turns}
         optional = {name: getattr(self, name) for name in parts}
         return Episodes(
             rewards=self.rewards[chosen],

@@ -18,13 +18,14 @@ from penstock.trainer.advantages.prime import outcome_loss
 from penstock.trainer.grouping import best_and_worst, discounted, gae_of
 
 pytestmark = pytest.mark.torch
-GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "gigpo", "hgpo", "grpo_process")
-LINEAR = ("dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline")
+GROUPED = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "gigpo", "hgpo", "grpo_process", "tree_rl")
+LINEAR = ("dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "tree_rl")
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "turn_gae", "vapo")
 SAME_STATE = 7
 """Where every turn answered it, estimators by state compare the whole group."""
 UNIT = 0.5 / math.sqrt(1 / 3)
 HGPO = [(math.sqrt(2) + 2) / 3, (-math.sqrt(0.5) - 2) / 3]
+SHARED = 2 * (1 / 2 - 1 / 3) / math.sqrt(2)
 HALVES = {"gamma": 0.5, "lam": 0.5}
 
 
@@ -119,6 +120,13 @@ BY_HAND: dict[str, tuple[dict[str, Any], dict[str, Any], list[float], list[float
         },
         {},
         [(0.1 - 0.15) + (0.3 - 0.15) + 1, (0.3 - 0.15) + 1, -0.4 - 0.5, 2 * (0.4 - 0.05) - 0.5, -0.15, 0.0],
+        None,
+    ),
+    # Episodes 0 and 1 share their first turn a, of value 1/2; all returns: mean 1/3.
+    "tree_rl": (
+        {"rewards": [1.0, 0.0, 0.0], "group": [0] * 3, "turns": [[1, 2], [1, 1], [1]], "turn_path": [1, 2, 1, 3, 4]},
+        {},
+        [SHARED, 2 / 3 + 1 / 2, 2 / 3 + 1 / 2, SHARED, -1 / 3 - 1 / 2, -2 / 3],
         None,
     ),
     "sppo": (
