@@ -1,4 +1,4 @@
-"""The cost of an archive to its run, and whether a replay of the archived steps gives the run's weights.
+"""The cost of an archive to its run, and whether it holds each episode once, forked ones too, and gives the weights.
 
     penstock bench archive --json
 
@@ -7,6 +7,8 @@ the run's batches are stored again here, by two sides in turn, on the disk that 
 
 archive    as the trainer does: a file per step, and an index at each checkpoint
 pickle     `pickle.dump` of a step's trajectories and fsync, as verl's `DataProto.save_to_disk` does
+
+Another run forks its episodes at random turns while its workers are killed at random (`support/forked_run.py`).
 
 Environment: PENSTOCK_BENCH_STEPS (20), PENSTOCK_BENCH_ROUNDS (3) and PENSTOCK_BENCH_GROUPS (8) of eight episodes.
 """
@@ -27,6 +29,7 @@ import pyarrow as pa
 
 from benchmarks.support.command import run_command
 from benchmarks.support.comparison import in_turn
+from benchmarks.support.forked_run import fork_figures
 from benchmarks.support.learning_run import CALCULATOR
 from benchmarks.support.measure import processor
 from penstock.common import fsync_path
@@ -50,12 +53,14 @@ def measure() -> dict[str, Any]:
         taken = _rounds({"archive": _store_archive, "pickle": _store_pickle}, batches, rounds, folder)
         accounts_percent = _accounts_percent(folder / "archived")
         own_bytes = _bytes_below(folder / "archived" / "archive")
+        forks = fork_figures(folder, steps, seed=0)
     cpu_s = {side: median(seconds for seconds, _ in of) for side, of in taken.items()}
     nbytes = {side: of[0][1] for side, of in taken.items()}
     payload = _payload_bytes(batches)
     figures = {
         "replay_bit_equal": bool(replayed["weights_equal"]) and not replayed["steps_different"],
         "accounts_percent": accounts_percent,
+        **forks,
         "run_cpu_s": round(run_cpu_s, 2),
         "replay_cpu_s": round(replay_cpu_s, 2),
         **{f"{side}_cpu_s": round(seconds, 4) for side, seconds in cpu_s.items()},

@@ -72,7 +72,7 @@ def check_template(config: RunConfig) -> Check | None:
 
 
 def check_loop(config: RunConfig) -> Check | None:
-    """Check that the loops of recipe and rows load, and that one of them calls the recipe's tools."""
+    """Check that the loops load, that one calls the recipe's tools, and that all fork if they must."""
     from penstock.agent_loops import LoadError, find_loop
 
     if not config.agent.workers:
@@ -96,6 +96,10 @@ def check_loop(config: RunConfig) -> Check | None:
             loops[agent.loop].check_settings(agent.settings)
     except LoadError as error:
         return refused("agent.settings", error, "correct the setting; the page 'Agent loops' lists those of each loop")
+    recorded = [loop for loop, kind in loops.items() if not kind.can_fork]
+    if recorded and config.agent.forks is not None:
+        reason = f"agent.forks: {', '.join(recorded)} keeps more than the journal of its episode and has no branches"
+        return Check(name, False, reason, "leave out agent.forks, or choose another loop")
     return Check(name, True, ", ".join(loops))
 
 

@@ -97,9 +97,12 @@ async def test_serve_has_a_step_of_each_side(measure: Measure) -> None:
 @pytest.mark.timeout(900)
 async def test_archive_has_costs_and_a_replay_that_is_equal(measure: Measure) -> None:
     pytest.importorskip("torch")
-    short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_STEPS": "2", "PENSTOCK_BENCH_GROUPS": "2"}
+    short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_STEPS": "4", "PENSTOCK_BENCH_GROUPS": "2"}
     measured = await measure("archive", **short)
-    assert measured["figures"]["replay_bit_equal"] is True
+    figures = measured["figures"]
+    assert figures["replay_bit_equal"] is True
+    assert figures["forks"]
+    assert [figures[f"forks_{name}"] for name in ("lost", "twice", "different", "left_behind")] == [0, 0, 0, []]
     assert {"archive_cpu_over_run", "archive_bytes_over_payload"} <= set(measured["ratio"])
     assert all(value > 0 for value in measured["ratio"].values())
 

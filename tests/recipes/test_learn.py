@@ -31,6 +31,11 @@ WINDOW = 3
             id="tools are called until nothing follows",
             marks=pytest.mark.bwrap,
         ),
+        pytest.param(
+            *("tree/cpu.yaml", ("steps",), 1, 0.9, 0.45, 0.75, 2.0),
+            id="the same by branches of episodes, with tree_rl",
+            marks=pytest.mark.bwrap,
+        ),
     ],
 )
 def test_a_small_model_learns_what_its_cold_start_does_not_do(
@@ -44,15 +49,16 @@ def test_a_small_model_learns_what_its_cold_start_does_not_do(
     last_least: float,
     growth: float,
 ) -> None:
-    if recipe.startswith("retool"):
+    if recipe.startswith(("retool", "tree")):
         pytest.importorskip("math_verify", reason="math-verify is not installed: pip install 'penstock[math]'")
     path = RECIPES / recipe
-    load_object(f"{path.parent / 'data.py'}:main", Path.cwd())([*data_of, "--out", str(tmp_path)])
+    data = RECIPES / "retool/data.py" if recipe.startswith("tree") else path.parent / "data.py"
+    load_object(f"{data}:main", Path.cwd())([*data_of, "--out", str(tmp_path)])
     model = cold_start(path, tmp_path, f"seed={seed}")
 
-    data = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}", f"seed={seed}")
+    settings = (f"data.train={tmp_path / 'train.parquet'}", "data.eval=null", f"model={model}", f"seed={seed}")
     goal = ("trainer.stop.metric=reward", f"trainer.stop.target={target}", f"trainer.stop.window={WINDOW}")
-    run = start_run("learn", *data, *goal, recipe=path)
+    run = start_run("learn", *settings, *goal, recipe=path)
     assert_learned(run, window=WINDOW, first_most=first_most, last_least=last_least, growth=growth)
 
 

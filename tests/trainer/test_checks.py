@@ -70,6 +70,7 @@ RUNS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"sinks": ("wandbb",)}, {}, "did you mean 'wandb'"),
     ({}, {"rollout": {"weight_transport": "http"}}, "need the run's token"),
     ({}, {"temperature": 0.0}, "must be sampled, not greedy"),
+    ({"advantage": "remax"}, {"limits": {"branches": 1}}, r"remax has a greedy member, .* set agent\.forks=null"),
 ]
 ENGINES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"engine": "megatrn"}, {}, "did you mean 'megatron'"),

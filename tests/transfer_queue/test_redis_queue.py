@@ -384,3 +384,12 @@ async def test_a_run_of_another_layout_is_refused(queue: RedisTransferQueue, sto
     assert await queue.drop_run() > 0
     await queue.create_run(LIMITS, "x")
     assert await queue.config() == "x"
+
+
+async def test_a_run_from_before_there_were_branches_has_none(queue: RedisTransferQueue) -> None:
+    await queue._connection.command("HDEL", queue._keys.run, "branches")
+    await queue.submit(tasks(1), cursor=at(1))
+    assert len(await queue.lease_episodes("worker", 9, 0)) == LIMITS.group_size
+    with pytest.raises(QueueError, match="exists with branches = 0, not 1"):
+        await queue.create_run(replace(LIMITS, branches=1), "x")
+    await queue.create_run(LIMITS, "x")

@@ -136,7 +136,12 @@ def run_folder(tmp_path: Path, *steps: int, final: bool = False) -> Path:
     for step in steps:
         (root / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
     root.mkdir(parents=True, exist_ok=True)
-    recipe = {"name": "old", "model": str(MODEL), "runs_dir": str(tmp_path / "runs")}
+    recipe = {
+        "name": "old",
+        "model": str(MODEL),
+        "runs_dir": str(tmp_path / "runs"),
+        "agent": {"forks": {"branches": 1}},
+    }
     (root / "config.yaml").write_text(json.dumps({**recipe, "data": {"train": "generate:calculator/train?train=8"}}))
     if final:
         (root / "final_model").mkdir()
@@ -149,6 +154,7 @@ TRAIN = {"split": "train", "rows": 2}
 def test_the_final_model_then_the_newest_checkpoint(tmp_path: Path) -> None:
     plan = resolve_target(EvalRequest(run_folder(tmp_path, 4, 20, final=True), **TRAIN))
     assert (plan.export, Path(plan.config.model).name) == (None, "final_model")
+    assert plan.config.agent.forks is None, "a task has one episode"
     plan = resolve_target(EvalRequest(run_folder(tmp_path / "b", 4, 20), **TRAIN))
     assert plan.export is not None
     assert (plan.export[1], plan.config.name) == (20, "old-eval-step20")
