@@ -182,7 +182,8 @@ class Episode:
         services, lease = self._services, self._lease
         loop.chat = services.chat.for_episode(new_budget(services.config, services.max_model_len))
         sampling = usual_sampling(services.config, services.chat.stop_token_ids, lease)
-        with_routes = services.routing_replay and lease.task.split == "train"
+        is_train = lease.task.split == "train"
+        with_routes = services.routing_replay and is_train
         loop.llm = EpisodeLLM(
             services.client, lease, self._journal, sampling, services.chat.decode, with_routes=with_routes
         )
@@ -195,7 +196,7 @@ class Episode:
             services.chat.count_tokens,
         )
         loop.sandbox, loop.config = services.sandbox, services.config.settings
-        loop.forks = Forks(services.config.forks if loop.can_fork else None, lease, self._journal)
+        loop.forks = Forks(services.config.forks if loop.can_fork and is_train else None, lease, self._journal)
         loop.equip(services, lease, self._journal)
         return loop.llm, loop.tools
 
