@@ -97,14 +97,18 @@ async def draw_up(
         poison_rows=len(books.poisoned & (letters := await dead_episodes(queue))),
         lost_payloads=status.episodes["payload_lost"],
         versions_with_two_contents=len(ambiguous := books.versions_with_two_contents()),
-        counts={**counts, "completions_repeated": sum(record["kind"] == "repeated" for record in books.told)},
+        counts={
+            **counts,
+            "completions_repeated": sum(record["kind"] == "repeated" for record in books.told),
+            "branches": len({record["episode"] for record in books.told if "shared" in record and "episode" in record}),
+        },
     )
     if not plan.may_lose_tail:  # else numbers are assigned again
         account.wrong += [f"version {version} was announced with two contents" for version in ambiguous]
     account.wrong += books.wrong_lineage() + books.wrong_prints() + books.wrong_fences()
     account.wrong += wrong_counters(plan, books, status, held, tasks)
     account.wrong += await wrong_payloads(books, queue, held - deleted)
-    account.wrong += books.wrong_poison(held, letters)
+    account.wrong += books.wrong_poison(held, letters) + books.wrong_forks()
     account.wrong += wrong_losses(account.lost_payloads, deleted)
     return account
 
@@ -189,6 +193,25 @@ class Books:
         return [f"{episode} ends its workers and is no dead letter" for episode in owed] + [
             f"{episode} ends its workers and was finished" for episode in trained
         ]
+
+    def wrong_forks(self) -> list[str]:
+        """A branch begins as a fork of its parent said; a fork that is repeated has the same branches."""
+        asked: dict[str, set[str]] = defaultdict(set)
+        answers: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+        for record in self.told:
+            if record["kind"] == "forks":
+                asked[record["parent"]].add(record["shared"])
+            if record["kind"] == "forked":
+                answers[record["parent"]].add(tuple(record["branches"]))
+        branches = [record for record in self.told if record["kind"] == "leased" and "shared" in record]
+        wrong = [
+            f"{record['episode']} does not begin as {record['parent']}"
+            for record in branches
+            if record["shared"] not in asked[record["parent"]]
+        ]
+        if self._plan.may_lose_tail:
+            return wrong
+        return wrong + [f"{parent} was forked into {found}" for parent, found in answers.items() if len(found) > 1]
 
     def wrong_fences(self) -> list[str]:
         """A fence keeps owners of an episode apart: no two have the same."""

@@ -130,6 +130,11 @@ def entry_print(entry: JournalEntry) -> str:
     return _print(plain, [array.tobytes() for array in arrays])
 
 
+def shared_print(entries: Sequence[JournalEntry]) -> str:
+    """Of what branches share: the first entry."""
+    return entry_print(entries[0])
+
+
 def trajectory_print(trajectory: Trajectory) -> str:
     arrays = [
         np.ascontiguousarray(array).tobytes()
@@ -203,7 +208,7 @@ class JournalBook:
             self._path(episode_id).unlink(missing_ok=True)
 
     def check(self, lease: Lease) -> None:
-        """Raises `JournalBroken` unless the lease's journal is, in order, what was journaled.
+        """Raises `JournalBroken` unless the lease's journal is, in order, what was journaled behind its origin.
 
         Entries whose owner saw no answer may be there or not; a queue that lost its tail may miss the newest. What
         later owners journaled, because this lease ran out before its owner came to it, does not count.
@@ -211,7 +216,7 @@ class JournalBook:
         records = read_records(self._path(lease.episode_id))
         if not self._may_lose_tail:
             records = [record for record in records if record["fence"] < lease.fence]
-        journal = [entry_print(entry) for entry in lease.journal]
+        journal = [entry_print(entry) for entry in lease.journal[lease.origin.entries if lease.origin else 0 :]]
         begun = [record["entry"] for record in records if record["kind"] == "about"]
         told = [record["entry"] for record in records if record["kind"] == "told"]
         if not _in_order(journal, begun) or not (self._may_lose_tail or _in_order(told, journal)):

@@ -76,6 +76,7 @@ def random_limits(chance: random.Random, *, smallest_group: int = 2, fewest_grou
         max_filtered_steps=0,
         # As many as a step needs: with fewer, a queue that holds only this source could fill no step.
         quotas=chance.choice([{}, {"a": groups_per_step}]),
+        branches=chance.choice([0, 1]),
     )
 
 

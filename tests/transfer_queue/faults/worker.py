@@ -20,6 +20,7 @@ from faults.episodes import (
     Records,
     is_poison,
     next_entry,
+    shared_print,
     trajectory_of,
     trajectory_print,
 )
@@ -50,6 +51,8 @@ INFRA = Outcome(OutcomeKind.INFRA_ERROR, "the box died", "sandbox")
 ENDINGS = {"complete": 0.86, "fail": 0.09, "release": 0.05}
 OTHERWISE = 0.05
 """Share of episodes that are ended a second time under their fence, with another reward: it must change nothing."""
+FORKED = 0.7
+"""Share of attempts that fork their episode, where groups have branches."""
 SHORT_PAUSE_S, IDLE_S = 0.004, 0.02
 
 
@@ -91,7 +94,10 @@ class Worker:
         leases = await self._queue.lease_episodes(worker, LEASES, version)
         ended: list[Ended] | None = [] if self._chance.random() < TOGETHER else None
         for lease in leases:
-            self._told.write("leased", episode=lease.episode_id, fence=lease.fence, owner=owner)
+            facts = (
+                {} if lease.origin is None else {"parent": lease.origin.parent, "shared": shared_print(lease.journal)}
+            )
+            self._told.write("leased", episode=lease.episode_id, fence=lease.fence, owner=owner, **facts)
             await self._attempt(lease, version, ended)
         if ended:
             await self._complete_at_once(ended)
@@ -137,6 +143,8 @@ class Worker:
             entries.append(entry)
             await self._append(lease, entries)
             self._journals.write(lease, "told", entry)
+        if self._plan.limits.branches and self._chance.random() < FORKED:
+            await self._fork(lease, entries)
         (ending,) = self._chance.choices([*ENDINGS], [*ENDINGS.values()])
         if ending == "complete":
             await self._complete(lease, entries, ended)
@@ -145,6 +153,17 @@ class Worker:
             self._told.write("failed", episode=lease.episode_id, fence=lease.fence, again=again)
         else:
             await self._queue.release(lease)
+
+    async def _fork(self, lease: Lease, entries: Sequence[JournalEntry]) -> None:
+        """After its first entry. A queue that lost its tail may have no such entry any more."""
+        self._told.write("forks", parent=lease.episode_id, shared=shared_print(entries))
+        try:
+            branches = await self._queue.fork(lease, 1, entries[:1], self._plan.limits.branches)
+        except JournalMismatch:
+            if not self._plan.may_lose_tail:
+                raise
+        else:
+            self._told.write("forked", parent=lease.episode_id, branches=branches)
 
     async def _append(self, lease: Lease, entries: Sequence[JournalEntry]) -> None:
         """The newest entry, and before it those that the queue lost with its tail."""
