@@ -32,7 +32,7 @@ WINDOW = 3
             marks=pytest.mark.bwrap,
         ),
         pytest.param(
-            *("tree/cpu.yaml", ("steps",), 1, 0.9, 0.45, 0.75, 2.0),
+            *("tree/cpu.yaml", ("steps",), 1, 0.9, 0.6, 0.8, 1.5),
             id="the same by branches of episodes, with tree_rl",
             marks=pytest.mark.bwrap,
         ),
