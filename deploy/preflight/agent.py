@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.agent_loops import load_object
+from penstock.agent_loops import AgentLoopBase, load_object
 from penstock.common.event_loop import run_users_code
 from penstock.datasets import BadSpec, is_generated
 from penstock.deploy.config import RunConfig
@@ -91,16 +91,23 @@ def check_loop(config: RunConfig) -> Check | None:
         tools = ", ".join(tool.name for tool in config.tools)
         fix = "use TASKS (data.train) in place of the environment, or leave out the tools"
         return Check(name, False, f"{', '.join(loops)} takes no tools, and the recipe has {tools}", fix)
+    return _unfit_loop(config, loops) or Check(name, True, ", ".join(loops))
+
+
+def _unfit_loop(config: RunConfig, loops: Mapping[str, type[AgentLoopBase]]) -> Check | None:
+    """The check that fails because a loop cannot do what the recipe asks of it; None if all can."""
+    from penstock.agent_loops import LoadError
+
     try:
         for agent in config.agent.of_sources():
             loops[agent.loop].check_settings(agent.settings)
     except LoadError as error:
-        return refused("agent.settings", error, "correct the setting; the page 'Agent loops' lists those of each loop")
+        return refused("agent.loop", error, "correct the setting; the page 'Agent loops' lists those of each loop")
     recorded = [loop for loop, kind in loops.items() if not kind.can_fork]
     if recorded and config.agent.forks is not None:
         reason = f"agent.forks: {', '.join(recorded)} keeps more than the journal of its episode and has no branches"
-        return Check(name, False, reason, "leave out agent.forks, or choose another loop")
-    return Check(name, True, ", ".join(loops))
+        return Check("agent.loop", False, reason, "leave out agent.forks, or choose another loop")
+    return None
 
 
 def _named_by_rows(config: RunConfig) -> dict[str, str]:

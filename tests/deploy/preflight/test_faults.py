@@ -229,7 +229,12 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
             r"rows\.jsonl, row 2, column agent_name: unknown agent loop 'someone'.*; correct the column",
         ),
         (check_loop, [GOOD], ["agent.loop=gymnasium"], "gymnasium takes no tools.*has python"),
-        (check_loop, [GOOD], ["agent.loop=command", "agent.forks.branches=1"], "command keeps more than"),
+        (
+            check_loop,
+            [GOOD],
+            ["agent.loop=command", "agent.settings={command: a}", "agent.forks.branches=1"],
+            "command keeps more",
+        ),
         (
             check_loop,
             [GOOD],
