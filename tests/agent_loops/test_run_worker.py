@@ -73,7 +73,7 @@ async def test_a_bad_recipe_is_refused_before_anything_is_leased(job_of, tasks_o
         await run_worker(job_of(unused, tasks_of(), model="/nowhere", tools=[]))
     with pytest.raises(LoadError, match="did you mean 'tool_agent'"):
         await run_worker(job_of(unused, tasks_of(), config=AgentConfig(loop="tool_agnt"), tools=[]))
-    recorded = AgentConfig(loop="command", forks={"branches": 1})
+    recorded = AgentConfig(loop="command", settings={"command": "a"}, forks={"branches": 1})
     with pytest.raises(LoadError, match=r"agent\.forks: command keeps more than the journal"):
         await run_worker(job_of(unused, tasks_of(), config=recorded, tools=[]))
     with pytest.raises(LoadError, match=r"no file 'reward\.py'"):
