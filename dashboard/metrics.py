@@ -248,16 +248,16 @@ def _words(bubble: float, idle: float | None, share: float | None, devices: Devi
             "capacity: a larger max_staleness lets them overlap; look for long episodes that hold whole groups."
         )
     if bubble >= NOTABLE:
-        change = f"about {1 / max(1 - bubble, 0.01):.1f} times the rollout capacity"
+        change = f"about {1 / max(1 - bubble, 0.01):.1f} times the rollout capacity (rollout.servers)"
         return f"The trainer waits {bubble:.0%} of the time for batches: give it {change}{_instead(share, devices)}."
     return f"Rollouts are paused {idle:.0%} of the time: the trainer is the slower half{_instead(share, devices)}."
 
 
 def _instead(share: float | None, devices: Devices) -> str:
-    if share is None:
-        return ""
     total = devices.rollout + devices.trainer
+    if share is None or total < 3:
+        return ""
     rollouts = min(total - 1, max(1, round(share * total)))
-    if total < 3 or rollouts == devices.rollout:
+    if rollouts == devices.rollout:
         return f"; {share:.0%} of the devices for rollouts would balance them"
     return f"; with the same {total} devices: {rollouts} for rollouts, {total - rollouts} for training"

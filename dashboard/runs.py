@@ -96,10 +96,14 @@ class RunFiles:
         return {
             "steps": int(row.get("step", -1)) + 1,
             "steps_planned": flat(self.config()).get("trainer.steps"),
-            "reward": plain(row.get("reward")),
+            "reward": plain(row.get("reward")) if row else self._evaluated(),
             "written_unix_s": file.stat().st_mtime if file.exists() else None,
             "finished": (self.root / "summary.json").exists(),
         }
+
+    def _evaluated(self) -> float | None:
+        """The mean reward of an evaluation; None if the folder has none."""
+        return next((value for name, value in self.json_of("summary.json").items() if name.startswith("avg@")), None)
 
     def close(self) -> None:
         with self._lock:

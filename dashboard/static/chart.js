@@ -118,7 +118,8 @@ export function lineChart(title, lines, { low = null, high = null, format = numb
     ...lines.map(({ name }, i) => {
       const before = data[i + 1].findLastIndex((value, j) => j <= index && isNumber(value));
       const value = before < 0 ? null : data[i + 1][before];
-      return h("span", { class: `entry c${i % COLOURS}` }, `${name} `, h("b", {}, format(value)));
+      const step = before >= 0 && before < index ? ` (step ${number(data[0][before])})` : "";
+      return h("span", { class: `entry c${i % COLOURS}` }, `${name} `, h("b", {}, format(value)), step);
     }),
   ];
   return frame(title, joined(lines), series, { low, high, say });

@@ -6,6 +6,8 @@ import { CHARTS, columns } from "./curves.js";
 import { h, number, table, visible } from "./dom.js";
 
 const MOST = 8;
+/** One line for each run: training and evaluation have charts of their own. */
+const COMPARED = [["reward", ["reward"]], ["reward of evaluations", ["eval/reward"]], ...CHARTS.slice(1)];
 
 /** Rows [key, value of each run] of the keys whose values differ. */
 export function differences(configs) {
@@ -45,7 +47,7 @@ export async function compare(root, { run, params, go }) {
   const answers = await Promise.all(
     names.map(async (name) => {
       const { names: found } = await get(of(name, "metrics"), { points: 10 });
-      const known = [...new Set(CHARTS.flatMap(([, some]) => columns(some, found)))];
+      const known = [...new Set(COMPARED.flatMap(([, some]) => columns(some, found)))];
       const [numbers, config] = await Promise.all([get(of(name, "metrics"), { name: known }), get(of(name, "config"))]);
       return { name, known, numbers, config };
     }),
@@ -62,7 +64,7 @@ export async function compare(root, { run, params, go }) {
   root.append(
     h("h2", {}, "Compare runs"),
     box,
-    h("div", { class: "charts" }, CHARTS.map(chart)),
+    h("div", { class: "charts" }, COMPARED.map(chart)),
     h("h2", {}, "Differences between the recipes"),
     names.length > 1
       ? table(["key", ...names], apart, { id: "differences" })

@@ -153,7 +153,7 @@ def _decoder(run: str | None) -> Callable[[Sequence[int]], str] | None:
 def requeue(episode_id: str, run: RunArgument = None) -> None:
     """Queue a dead letter's group again."""
     _ask(run, lambda queue: queue.requeue(episode_id))
-    print(f"{episode_id} is queued again")
+    print(f"the whole group of {episode_id} is queued again")
 
 
 def _ask(

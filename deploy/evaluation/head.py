@@ -19,7 +19,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.agent_loops.chat import load_tokenizer
 from penstock.common import FileLock, write_atomically
+from penstock.dashboard import flat
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
 from penstock.deploy.evaluation.episodes import EpisodeResult, Part, ResultsFile, parts_of, result_of, task_of
 from penstock.deploy.evaluation.report import table_of, write_report
@@ -112,8 +113,8 @@ def _check_settings(plan: EvalPlan) -> None:
     if not file.exists():
         write_atomically(file, json.dumps(settings, indent=1) + "\n")
         return
-    recorded: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    different = [name for name in {*recorded, *settings} if recorded.get(name) != settings.get(name)]
+    recorded, now = flat(json.loads(file.read_text(encoding="utf-8"))), flat(settings)
+    different = [name for name in {*recorded, *now} if recorded.get(name) != now.get(name)]
     if different:
         raise ConfigError(
             f"{plan.run.root} holds an evaluation with other settings ({', '.join(sorted(different))}); give this one "

@@ -82,7 +82,7 @@ class EvalPlan:
             "samples": self.samples,
             "temperature": self.temperature,
             "rows": _digest([_plain(row) for row in self.rows]),
-            "agent": _digest(config.agent.model_dump(mode="json", exclude=others)),
+            "agent": config.agent.model_dump(mode="json", exclude=others),
             "code": _digest([file.read_text(encoding="utf-8") for file in sorted(code_files(config))]),
             "tools": _digest([tool.model_dump(mode="json") for tool in config.tools]),
             "rollout": config.rollout.model_dump(mode="json", include={"engine", "dtype", "max_model_len", "url"}),

@@ -40,7 +40,7 @@ def test_the_split_follows_who_waits(
 
 
 def test_no_split_without_devices_or_steps_to_judge_by() -> None:
-    assert "with the same" not in advise(rows(5.0), 0.0, Devices(1, 1)).advice
+    assert "devices" not in advise(rows(5.0), 0.0, Devices(1, 1)).advice
     assert advise(rows(0.0, steps=0), None, Devices(1, 1)).advice == "No step to judge by yet."
 
 

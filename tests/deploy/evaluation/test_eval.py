@@ -66,9 +66,9 @@ def test_killed_and_started_again_it_repeats_nothing(tmp_path: Path, start: Star
     logs = {file: file.stat().st_mtime_ns for file in (root / "logs").glob("*.log")}
     assert json.loads(start(*words).finish()) == report, "nothing is left to do: the figures alone"
     assert logs == {file: file.stat().st_mtime_ns for file in (root / "logs").glob("*.log")}
-    other = start("eval", str(RECIPE), "--rows", str(ROWS), "--n", "2", "--name", "mine")
+    other = start("eval", str(RECIPE), "agent.max_turns=3", "--rows", str(ROWS), "--n", "2", "--name", "mine")
     other.finish(status=2)
-    assert "other settings (samples)" in other.log.read_text()
+    assert "other settings (agent.max_turns, samples)" in other.log.read_text()
 
 
 @pytest.mark.deep

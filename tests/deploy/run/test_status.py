@@ -166,6 +166,7 @@ async def test_without_a_name_the_runs_are_listed(living: LivingRun) -> None:
     (runs / "killed" / "connect.env").write_text(f"# head: {process_identity()}0\n")
     write_config(runs / "mine-eval", "trainer: {steps: 9}\n")
     (runs / "mine-eval" / "settings.json").write_text("{}")
+    (runs / "mine-eval" / "summary.json").write_text('{"tasks": 8, "avg@4": 0.75, "pass@1": 0.75}')
     listed = (await state_of("--runs-dir", str(runs)))["runs"]
     states = {one["run"]: (one["state"], one["step"], one["steps"]) for one in listed}
     assert states == {
@@ -174,6 +175,7 @@ async def test_without_a_name_the_runs_are_listed(living: LivingRun) -> None:
         "killed": ("interrupted", 1, 9),
         "mine-eval": ("interrupted", None, None),
     }
+    assert {one["run"]: one["reward"] for one in listed}["mine-eval"] == 0.75
     lines = (await invoke("--runs-dir", str(runs))).stdout.splitlines()
     assert [line.split()[:5] for line in lines if "ended" in line] == [["ended", "finished", "2", "of", "9"]]
     assert "RUN is missing" in (await invoke("--watch", "--runs-dir", str(runs))).stderr
