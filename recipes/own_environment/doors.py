@@ -11,6 +11,8 @@ SETTINGS = {
     "rollout.max_model_len": 384,
     "trainer.steps": 80,
     "trainer.lr": 5e-4,
+    "trainer.lr_schedule": "linear",
+    "trainer.max_grad_norm": 0.3,
     "trainer.eps": 1e-3,
 }
 
