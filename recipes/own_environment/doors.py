@@ -10,7 +10,7 @@ SETTINGS = {
     "agent.settings.action_pattern": "[1-7]",  # the last such digit of an answer is the action
     "rollout.max_model_len": 384,
     "trainer.steps": 80,
-    "trainer.lr": 5e-4,
+    "trainer.lr": 8e-4,
     "trainer.lr_schedule": "linear",
     "trainer.max_grad_norm": 0.3,
     "trainer.eps": 1e-3,
