@@ -267,7 +267,9 @@ def _read_recipe(recipe: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(recipe.read_text())
     except yaml.YAMLError as error:
-        raise ConfigError(f"{recipe}: not valid YAML: {error}") from None
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{recipe}{place}: not valid YAML: {_yaml_problem(error)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{recipe}: a recipe is a mapping of sections (model, data, trainer …), not {type(tree).__name__}"
@@ -300,6 +302,13 @@ def _read_python(recipe: Path) -> dict[str, Any]:
     return tree
 
 
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """One line, without the text around the place."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        return ": ".join(filter(None, (error.context, error.problem)))
+    return str(error)
+
+
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not dotted:
@@ -309,7 +318,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        problem = f"{error.context}: {error.problem}" if isinstance(error, yaml.MarkedYAMLError) else str(error)
+        problem = _yaml_problem(error)
         fix = "close its bracket" if "<stream end>" in problem else "quote text as '\"…\"'"
         raise ConfigError(f"override {override!r}: the value is not valid YAML ({problem}); {fix}") from None
     if value is None and not text.strip() and SCHEMA.annotation(dotted) is str:

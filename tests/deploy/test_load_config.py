@@ -220,3 +220,13 @@ def test_tools_in_files_are_opened_by_their_names(recipe: Path) -> None:
     (recipe.parent / "money.py").write_text(TOOL)
     with opened_tools(load_config(recipe)) as tools:
         assert list(tools) == ["convert"]
+
+
+def test_broken_yaml_is_one_line_with_its_place(recipe: Path) -> None:
+    recipe.write_text("seed: 1\nmodel: [x\n")
+    with pytest.raises(ConfigError) as refused:
+        load_config(recipe)
+    assert str(refused.value) == (
+        f"{recipe}, line 3, column 1: not valid YAML: while parsing a flow sequence: expected ',' or ']', but got "
+        "'<stream end>'"
+    )
