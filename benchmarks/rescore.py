@@ -78,7 +78,7 @@ def tokens_to(curve: Curve, goal: float) -> int | None:
 
 
 def best_within(curve: Curve, tokens: int) -> float:
-    """Return the greatest smoothed reward of the steps whose tokens are at most so many together."""
+    """Return the greatest smoothed reward among the first steps that sampled at most `tokens` tokens in total."""
     steps = list(zip(smoothed(curve.reward), accumulate(curve.tokens), strict=True))[WINDOW - 1 :]
     return max((reward for reward, spent in steps if spent <= tokens), default=0.0)
 

@@ -128,10 +128,11 @@ class TransferQueue(Protocol):
     async def fork(self, lease: Lease, turn: int, prefix: Sequence[JournalEntry], count: int) -> list[str]:
         """Start branches of an episode: members of its group whose journals begin with `prefix`, entries of its own.
 
-        With `Limits.branches` a group has one root for so many branches. The other members wait: each becomes a branch
-        by a fork, or a root once every member that has started has ended. Returns the branches: `count`, or fewer where
-        fewer members wait. A repeat for the same `turn` returns the same ones, whoever holds the episode now. Raises
-        `LeaseLost`, and `JournalMismatch` where the journal is shorter than `prefix` after a machine crash.
+        `Limits.branches` is the number of branches per root. The other members of the group wait: each becomes a branch
+        when an episode is forked, or a root once every started member has ended. Returns the ids of the branches:
+        `count`, or fewer if fewer members wait. A repeat for the same `turn` returns the same ids, also to a later
+        owner of the episode. Raises `LeaseLost`, and `JournalMismatch` if the journal is shorter than `prefix` after a
+        machine crash.
         """
 
     async def complete(self, lease: Lease, trajectory: Trajectory) -> None:

@@ -40,14 +40,14 @@ def fork_figures(folder: Path, steps: int, seed: int) -> dict[str, Any]:
             run.note()
             if step > killed_at:
                 killed_at, kills = step + chance.randrange(2), kills + _kill_worker(run, chance)
-            time.sleep(chance.uniform(0.1, 1.0))  # nothing else waits in this process
+            time.sleep(chance.uniform(0.1, 1.0))  # no event loop runs in this process
         summary = run.finish(END_S)
-        left = wait_for_nothing(lambda: left_behind(run.root, run.started, run.workers, run.ports))
+        leftovers = wait_for_nothing(lambda: left_behind(run.root, run.started, run.workers, run.ports))
     finally:
         run.end()
     return figures_of(_trained(Archive(run.root / "archive"), steps), summary) | {
         "forks_kills": kills,
-        "forks_left_behind": left,
+        "forks_left_behind": leftovers,
     }
 
 

@@ -99,9 +99,9 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
     if ranks.is_rank0:
         store.open()
     if saver := case.get("resume"):
-        found = newest(CheckpointStore(folder / saver / "checkpoints", keep=2))
-        engine.load(found.path, found.ranks)
-        first = found.step
+        info = newest(CheckpointStore(folder / saver / "checkpoints", keep=2))
+        engine.load(info.path, info.ranks)
+        first = info.step
     else:
         check_names(Path(case["model"]), engine, ranks)
     packs = packs_of(first, engine, ranks)

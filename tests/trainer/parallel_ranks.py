@@ -66,9 +66,9 @@ def run(everyone: Ranks, folder: Path, model: str, case: Mapping[str, Any]) -> N
     if ranks.is_rank0:
         store.open()
     if case.get("resume"):
-        found = newest(store)
-        engine.load(found.path, found.ranks)
-        first = found.step
+        info = newest(store)
+        engine.load(info.path, info.ranks)
+        first = info.step
     check_timeouts(ranks)
     lines = [train_step(learner, engine, ranks, first + step) for step in range(case["steps"])]
     leave(folder, store, engine, ranks, first + case["steps"], lines)

@@ -1,4 +1,4 @@
-"""What `TransferQueue` promises of branches: a shared journal, and each counted once. One suite for all stores."""
+"""Branches share a journal, and each is counted once. The same suite runs on every store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TURNS = [turn(number) for number in range(3)]
 
 
 async def root_of(queue: TransferQueue, journal: int = 3) -> Lease:
-    """The first group's only root, with a journal of so many turns."""
+    """The only root of the first group, with a journal of that many turns."""
     await queue.submit(tasks(1), cursor=at(1))
     (root,) = await queue.lease_episodes("worker", 9, 0)
     for position in range(journal):
@@ -52,7 +52,7 @@ async def test_branches_share_the_beginning_of_the_journal(make_queue) -> None:
     assert {one.fence for one in branches}.isdisjoint({root.fence})
     await queue.journal(branches[0], turn(7), 2)
     adopted = [(await queue.adopt(one.episode_id, one.fence)).journal for one in (*branches, root)]
-    assert [len(journal) for journal in adopted] == [3, 2, 3], "each goes on alone"
+    assert [len(journal) for journal in adopted] == [3, 2, 3], "the journals continue independently"
 
 
 async def test_branch_of_the_task_itself_shares_nothing(make_queue) -> None:

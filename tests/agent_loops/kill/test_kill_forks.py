@@ -30,16 +30,16 @@ EPISODES, BRANCHES = 8, 3
 async def test_kill_while_forking_loses_and_repeats_no_branch(stage, boxes_of, kills):
     async with boxes_of(EPISODES) as boxes:
         await stage.submit(EPISODES, branches=BRANCHES)
-        given = {"episodes": EPISODES, "lines": LINES, "sandbox_url": boxes.url}
-        given["forks"] = {"branches": BRANCHES, "turn": "random"}
+        setup = {"episodes": EPISODES, "lines": LINES, "sandbox_url": boxes.url}
+        setup["forks"] = {"branches": BRANCHES, "turn": "random"}
         for number in range(kills):
-            worker = stage.worker(f"killed-{number}", **given)
+            worker = stage.worker(f"killed-{number}", **setup)
             seen = len(boxes.sandbox.executed)
             while len(boxes.sandbox.executed) == seen and len(await stage.queue.held()) < EPISODES:
                 await asyncio.sleep(0.02)
             worker.kill()
             worker.wait()
-        last = stage.worker("last", **given)
+        last = stage.worker("last", **setup)
         trajectories = {one.episode_id: one for one in await stage.finished(EPISODES)}
         await until(lambda: not boxes.server.sessions.entries)
         stop(last)

@@ -1,4 +1,4 @@
-"""A recipe that was made of verl's settings works: the same Parquet and tool file, the same reward function."""
+"""A recipe that was migration of verl's settings works: the same Parquet and tool file, the same reward function."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ async def test_data_tools_and_reward_are_the_same(tmp_path: Path) -> None:
             "trainer.total_epochs=3",
         ],
     )
-    made = migrate(given)
-    assert made.account.unmapped == []
-    (tmp_path / "recipe.yaml").write_text(made.yaml())
+    migration = migrate(given)
+    assert migration.account.unmapped == []
+    (tmp_path / "recipe.yaml").write_text(migration.yaml())
     config = load_config(tmp_path / "recipe.yaml", ["sandbox.run_timeout_s=80", "agent.episode_deadline_s=250"])
     assert config.trainer.steps == 3, "two rows, three epochs, two prompts a step"
 

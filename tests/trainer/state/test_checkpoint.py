@@ -52,10 +52,10 @@ def test_the_step_after_a_restore_is_bitwise_the_same(
     save(engine, ranks, store, 1, cursor=DataCursor(2, 17))
     random = torch.rand(3)
     expected = train_one(engine, ranks, 1)
-    found = newest(store)
-    assert (found.step, found.data_cursor, found.ranks, found.batches) == (1, DataCursor(2, 17), 1, BATCHES)
+    info = newest(store)
+    assert (info.step, info.data_cursor, info.ranks, info.batches) == (1, DataCursor(2, 17), 1, BATCHES)
     other = FSDPEngine(tiny_model, config, ranks)
-    other.load(found.path, found.ranks)
+    other.load(info.path, info.ranks)
     assert torch.equal(torch.rand(3), random)
     again = train_one(other, ranks, 1)
     assert all(torch.equal(again[name], tensor) for name, tensor in expected.items())
@@ -76,8 +76,8 @@ def test_moments_of_an_optimizer_without_kernels_go_on_with_them(
     for name, tensor in train_one(fused, ranks, 0).items():
         torch.testing.assert_close(tensor, before[name], atol=1e-5, rtol=0, msg=name)
     save(plain, ranks, store, 1)
-    found = newest(store)
-    fused.load(found.path, found.ranks)
+    info = newest(store)
+    fused.load(info.path, info.ranks)
     for one in (fused.optimizer, fused.critic.optimizer):
         assert [group["fused"] for group in one.param_groups] == [True]
         assert {float(state["step"]) for state in one.state.values()} == {1.0}
@@ -168,8 +168,8 @@ def test_a_damaged_marker_is_seen(
         "batches": lambda: marker.write_text(marker.read_text().replace("train/7#0", "train/8#0")),
     }
     actions[damage]()
-    found = newest(store)
-    assert found.step == 1
+    info = newest(store)
+    assert info.step == 1
     assert "step_00000002 is damaged" in caplog.text
     assert (store.folder / "step_00000002.damaged").exists()
 
@@ -215,11 +215,11 @@ def test_whatever_happens_to_one_file_the_state_is_right_or_the_one_before(
             victim.unlink()
         else:
             victim.write_bytes(damaged[kind])
-        found = newest(store)
+        info = newest(store)
         same_bytes = victim.exists() and victim.read_bytes() == data
-        assert found == whole if same_bytes else found.step == 1 or found == whole
+        assert info == whole if same_bytes else info.step == 1 or info == whole
         if victim.name != "complete" and not same_bytes:
-            assert (found.step, found.data_cursor) == (1, DataCursor(1, 5))
+            assert (info.step, info.data_cursor) == (1, DataCursor(1, 5))
 
 
 class PowerCut(BaseException):
@@ -254,11 +254,11 @@ def test_a_power_cut_at_every_moment_of_a_seal_leaves_a_whole_checkpoint(
         store.seal(3, DataCursor(3, 5), 1, BATCHES)
     monkeypatch.undo()
     store.open()
-    found = newest(store)
-    assert found.data_cursor == DataCursor(found.step, 5)
+    info = newest(store)
+    assert info.data_cursor == DataCursor(info.step, 5)
     assert not list(folder.glob("*.tmp"))
     assert not list(folder.glob("*.damaged"))
-    assert found.step == (3 if moment > 5 else 2), "the rename is what makes it a checkpoint"
+    assert info.step == (3 if moment > 5 else 2), "the rename is what makes it a checkpoint"
 
 
 def test_steps_are_remembered_until_long_after_their_commit() -> None:

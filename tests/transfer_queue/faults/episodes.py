@@ -131,7 +131,7 @@ def entry_print(entry: JournalEntry) -> str:
 
 
 def shared_print(entries: Sequence[JournalEntry]) -> str:
-    """Of what branches share: the first entry."""
+    """The first of the journal entries that branches share."""
     return entry_print(entries[0])
 
 

@@ -169,8 +169,8 @@ def test_rows_one_by_one_are_the_last_resort(tmp_path: Path, monkeypatch: pytest
     original = import_module(f"{INSIDE}.row_choice").TrialRows.by
 
     def by(probe: Any, plan: Any) -> Any:
-        found = original(probe, plan)
-        return found if plan.layout is RowLayout.ALONE else found + 1
+        info = original(probe, plan)
+        return info if plan.layout is RowLayout.ALONE else info + 1
 
     monkeypatch.setattr(f"{INSIDE}.row_choice.TrialRows.by", by)
     policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
@@ -222,8 +222,8 @@ def test_a_checkpoint_restores_weights_and_moments(tmp_path: Path, ranks: Ranks,
     step(first)
     first.begin_save(store.unfinished(1)).result(timeout=60)
     store.seal(1, DataCursor(), ranks.world, {})
-    found = newest(store)
-    second.load(found.path, found.ranks)
+    info = newest(store)
+    second.load(info.path, info.ranks)
     step(first)
     step(second)
     assert torch.equal(*(engine.score([pack])[0] for engine in (first, second)))
@@ -298,10 +298,10 @@ def test_of_a_large_model_a_small_copy_is_tried(
     """It has each kind of layer; the pad token lies beyond the copy's words."""
     config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
     config(**{**SMALL_HEADS, **changes}, pad_token_id=151_643).save_pretrained(tmp_path)
-    found = try_copy(str(tmp_path), ranks)
-    assert replace(found, unpacked_because="") == Trial(copied=True)
-    assert why in found.unpacked_because
-    assert bool(found.unpacked_because) == bool(why)
+    info = try_copy(str(tmp_path), ranks)
+    assert replace(info, unpacked_because="") == Trial(copied=True)
+    assert why in info.unpacked_because
+    assert bool(info.unpacked_because) == bool(why)
 
 
 def test_a_small_copy_of_a_larger_model_is_tried(tmp_path: Path, ranks: Ranks) -> None:

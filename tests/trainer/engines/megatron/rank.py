@@ -111,9 +111,9 @@ def next_step(folder: Path, model: str, settings: dict[str, Any]) -> None:
     """Step 2 from that checkpoint."""
 
     def step(engine: MegatronEngine, ranks: Ranks) -> None:
-        found = newest(CheckpointStore(folder.parent / "checkpoints", keep=2))
-        engine.load(found.path, found.ranks)
-        write_held_bytes(folder / f"held_{ranks.rank}.json", engine, found.path / "weights")
+        info = newest(CheckpointStore(folder.parent / "checkpoints", keep=2))
+        engine.load(info.path, info.ranks)
+        write_held_bytes(folder / f"held_{ranks.rank}.json", engine, info.path / "weights")
         keep(folder / "saved.safetensors", engine, ranks)
         train_one(engine, ranks, FIRST_STEPS)
         keep(folder / "trained.safetensors", engine, ranks)
@@ -162,14 +162,14 @@ def replay(folder: Path, model: str, settings: dict[str, Any]) -> None:
         update = engine.update(packs, weighted, DIVISOR, 0)
         loads = engine.take_router_loads()
         assert loads is not None
-        found = {"grad_norm": update.grad_norm, "loss": update.loss, **router_metrics(loads, ranks.data)}
+        figures = {"grad_norm": update.grad_norm, "loss": update.loss, **router_metrics(loads, ranks.data)}
         share = 1 - engine.config.betas[0]
         gradients = {name: (moment / share).contiguous() for name, moment in engine._state.export("exp_avg")}
         if ranks.is_replica_leader:
             save_file(logprobs, folder / f"logprobs_{ranks.data.rank}.safetensors")
         if ranks.is_rank0:
             save_file(gradients, folder / "gradients.safetensors")
-            (folder / "found.json").write_text(json.dumps(found))
+            (folder / "found.json").write_text(json.dumps(figures))
 
     with_engine(model, {**SETTINGS, **settings}, learn, routing_replay=True)
 
