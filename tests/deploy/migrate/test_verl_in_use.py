@@ -1,4 +1,4 @@
-"""A recipe that was migration of verl's settings works: the same Parquet and tool file, the same reward function."""
+"""A recipe that was made of verl's settings works: the same Parquet and tool file, the same reward function."""
 
 from __future__ import annotations
 
