@@ -169,8 +169,8 @@ def test_rows_one_by_one_are_the_last_resort(tmp_path: Path, monkeypatch: pytest
     original = import_module(f"{INSIDE}.row_choice").TrialRows.by
 
     def by(probe: Any, plan: Any) -> Any:
-        info = original(probe, plan)
-        return info if plan.layout is RowLayout.ALONE else info + 1
+        difference = original(probe, plan)
+        return difference if plan.layout is RowLayout.ALONE else difference + 1
 
     monkeypatch.setattr(f"{INSIDE}.row_choice.TrialRows.by", by)
     policy = load_policy(BY_KIND[kind].save(tmp_path), 1.0)
@@ -298,10 +298,10 @@ def test_of_a_large_model_a_small_copy_is_tried(
     """It has each kind of layer; the pad token lies beyond the copy's words."""
     config = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
     config(**{**SMALL_HEADS, **changes}, pad_token_id=151_643).save_pretrained(tmp_path)
-    info = try_copy(str(tmp_path), ranks)
-    assert replace(info, unpacked_because="") == Trial(copied=True)
-    assert why in info.unpacked_because
-    assert bool(info.unpacked_because) == bool(why)
+    trial = try_copy(str(tmp_path), ranks)
+    assert replace(trial, unpacked_because="") == Trial(copied=True)
+    assert why in trial.unpacked_because
+    assert bool(trial.unpacked_because) == bool(why)
 
 
 def test_a_small_copy_of_a_larger_model_is_tried(tmp_path: Path, ranks: Ranks) -> None:
