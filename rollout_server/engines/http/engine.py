@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import layers_with_experts, vocab_size
+from penstock.rollout_server.engines.http.drafts import Sampled, Scored, check_drafts, draft_method
 from penstock.rollout_server.engines.http.server_process import ChildServer
 from penstock.rollout_server.engines.http.stream import AnswerStream, NotAdmitted
 from penstock.rollout_server.engines.http.weights import HttpWeights
@@ -69,6 +70,14 @@ class HttpEngine(ABC):
         """Sample one token; what this server cannot do. Raises `EngineError` if it cannot sample as we need it."""
 
     @abstractmethod
+    async def _sample(self, token_ids: list[int], count: int) -> Sampled:
+        """An answer of `count` tokens at temperature 1. Raises `EngineError`."""
+
+    @abstractmethod
+    async def _score(self, token_ids: list[int]) -> Sequence[Scored]:
+        """Judges all ids but the first, by one pass over them. Raises `EngineError`."""
+
+    @abstractmethod
     def _check_sampling(self, sampling: Sampling) -> None:
         """Raises `BadRequest` where the server would not do what is asked."""
 
@@ -108,6 +117,7 @@ class HttpEngine(ABC):
                 )
                 raise EngineError(text, retryable=False)
             limits = await self._try_out() + await self.weights.start()
+            await self._check_drafts(vocabulary)
         except BaseException:
             await self.server.stop()
             raise
@@ -122,6 +132,19 @@ class HttpEngine(ABC):
             routed_experts=self.layers is not None,
         )
         return self.info
+
+    async def _check_drafts(self, vocabulary: int) -> None:
+        """Raises `EngineError` if tokens or logprobs behind drafts are wrong."""
+        key = f"{self.server.product.key}_args"
+        if method := draft_method(getattr(self.config, key)):
+            await check_drafts(
+                f"rollout.{key}: speculative decoding by {method}",
+                vocabulary=vocabulary,
+                dtype=self.config.dtype,
+                longest=self.config.max_model_len,
+                sample=self._sample,
+                score=self._score,
+            )
 
     async def stop(self) -> None:
         """End the server and everything it started; open answers break off."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common import nearest, private_folder, write_atomically
+from penstock.rollout_server.engines.http.drafts import WITHOUT_MODEL, draft_method
 from penstock.rollout_server.engines.http.server_process import Installation, Product, inherited_environment
 from penstock.rollout_server.protocol import EngineError
 
@@ -52,12 +53,13 @@ async def check_flags(product: Product, installation: Installation, users: Mappi
 
 def unfit_flag(users: Mapping[str, Any]) -> str:
     """The first setting under which weights or logprobs would be others than the trainer's, with reason and fix."""
+    method = draft_method(users)
     for name, value in users.items():
         flag = _plain(name)
-        if flag.startswith("speculative") and value not in (None, False):
+        if flag.startswith("speculative") and value not in (None, False) and method not in WITHOUT_MODEL:
             return (
-                f"{name}: speculative decoding is refused: a draft's weights stay as they were while the policy's "
-                "change, and logprobs of sampled tokens are not the policy's behind a draft. Remove it"
+                f"{name}: drafts of a model are refused: its weights stay as they were while the policy's change. "
+                f"Choose {' or '.join(WITHOUT_MODEL)}, which copy from the text, or remove it"
             )
         if flag == "quantization" and value not in (None, *ONLINE):
             return (

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.rollout_server.engines.checkpoint import has_vision_tower
+from penstock.rollout_server.engines.http.drafts import Sampled, Scored
 from penstock.rollout_server.engines.http.engine import HttpEngine
 from penstock.rollout_server.engines.http.event_client import EventClient
 from penstock.rollout_server.engines.http.stream import AnswerEvent, AnswerStream, RoutedAnswer, version_of
@@ -144,9 +145,23 @@ class SGLangEngine(HttpEngine):
         self._check_running()
         return await asyncio.to_thread(self.weights.reader.staged.receive, offer)
 
+    async def _answer(self, token_ids: list[int], count: int, **more: Any) -> dict[str, Any]:
+        """A finished answer of `count` tokens."""
+        body = self._body(GenerateRequest(token_ids=token_ids, sampling=Sampling(max_new_tokens=count)))
+        return await self.server.call("POST", SGLangStream.path, body | {"stream": False} | more)
+
+    async def _sample(self, token_ids: list[int], count: int) -> Sampled:
+        answer = await self._answer(token_ids, count)
+        return Sampled(answer["output_ids"], logprobs_of(answer))
+
+    async def _score(self, token_ids: list[int]) -> list[Scored]:
+        meta = (await self._answer(token_ids, 1, logprob_start_len=0, top_logprobs_num=1))["meta_info"]
+        tops = [top[0] for top in meta["input_top_logprobs"][1:]]
+        pairs = zip(meta["input_token_logprobs"][1:], tops, strict=True)
+        return [Scored(own[0], likeliest, logprob) for own, (logprob, likeliest, *_) in pairs]
+
     async def _try_out(self) -> list[str]:
-        body = self._body(GenerateRequest(token_ids=[0], sampling=Sampling(max_new_tokens=1))) | {"stream": False}
-        answer = await self.server.call("POST", SGLangStream.path, body)
+        answer = await self._answer([0], 1)
         if not logprobs_of(answer):
             raise EngineError("SGLang sampled nothing", retryable=False)
         if "weight_versions" not in answer["meta_info"]:

@@ -14,6 +14,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from penstock.rollout_server.engines.checkpoint import fetch_model, has_vision_tower
+from penstock.rollout_server.engines.http.drafts import Sampled, Scored, draft_method
 from penstock.rollout_server.engines.http.engine import HttpEngine
 from penstock.rollout_server.engines.http.stream import AnswerEvent, AnswerStream, RoutedAnswer
 from penstock.rollout_server.engines.vllm.image_reader import ImageReader
@@ -34,6 +35,7 @@ from penstock.weight_sync import GLOO, NCCL, Offer
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 MAX_TEMPERATURE = 2.0
+PLAIN = "behind drafts vLLM reports logprobs of the whole distribution at temperature 1"
 
 
 class VLLMStream(AnswerStream):
@@ -135,6 +137,10 @@ class VLLMEngine(HttpEngine):
         return await super().healthy() and (self.images is None or self.images.is_linked)
 
     @property
+    def _drafts(self) -> bool:
+        return bool(draft_method(self.config.vllm_args))
+
+    @property
     def sees_images(self) -> bool:
         return self.images is not None
 
@@ -170,14 +176,33 @@ class VLLMEngine(HttpEngine):
         self._check_running()
         return await self.weights.receive(offer)
 
+    async def _answer(self, token_ids: list[int], count: int, **params: Any) -> dict[str, Any]:
+        """A finished answer of `count` tokens, with further sampling parameters."""
+        body = self._body(GenerateRequest(token_ids=token_ids, sampling=Sampling(max_new_tokens=count)))
+        body |= {"stream": False, "sampling_params": body["sampling_params"] | params}
+        return await self.server.call("POST", VLLMStream.path, body)
+
+    async def _sample(self, token_ids: list[int], count: int) -> Sampled:
+        (choice,) = (await self._answer(token_ids, count))["choices"]
+        return Sampled(choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]])
+
+    async def _score(self, token_ids: list[int]) -> list[Scored]:
+        rows = (await self._answer(token_ids, 1, prompt_logprobs=1))["prompt_logprobs"]
+        scored = []
+        for token, row in zip(token_ids[1:], rows[1:], strict=True):
+            likeliest = max(row, key=lambda one: row[one]["logprob"])
+            scored.append(Scored(row[str(token)]["logprob"], int(likeliest), row[likeliest]["logprob"]))
+        return scored
+
     async def _try_out(self) -> list[str]:
-        body = self._body(GenerateRequest(token_ids=[0], sampling=Sampling(max_new_tokens=1))) | {"stream": False}
-        choice = (await self.server.call("POST", VLLMStream.path, body))["choices"][0]
+        choice = (await self._answer([0], 1))["choices"][0]
         if not (choice.get("logprobs") or {}).get("content"):
             raise EngineError("vLLM returns no logprobs from its token endpoint", retryable=False)
         limits = [f"temperatures above {MAX_TEMPERATURE:g} are refused"]
         if self.images is None and await asyncio.to_thread(has_vision_tower, self.model):
             limits.append(f"images are refused: vLLM is given those of models of type {' and '.join(SEEN_KINDS)}")
+        if self._drafts:
+            limits.append(f"temperatures other than 0 and 1, top_k and top_p are refused: {PLAIN}")
         if choice.get("weight_versions") is None:
             limits.append("this vLLM does not report the version of each token: they are labelled on receipt, unproven")
         return limits
@@ -185,6 +210,8 @@ class VLLMEngine(HttpEngine):
     def _check_sampling(self, sampling: Sampling) -> None:
         if sampling.temperature > MAX_TEMPERATURE:
             raise BadRequest("sampling.temperature", f"vLLM takes {MAX_TEMPERATURE:g} at most")
+        if self._drafts and (sampling.temperature not in (0.0, 1.0) or sampling.top_k > 0 or sampling.top_p < 1.0):
+            raise BadRequest("sampling", f"{PLAIN}: set temperature 1 without top_k and top_p")
 
     def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> VLLMStream:
         routed = RoutedAnswer.of(request, self.layers)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.http.drafts import draft_method
 from penstock.rollout_server.engines.http.event_client import EngineAddress
 from penstock.rollout_server.engines.http.flags import check_flags
 from penstock.rollout_server.engines.http.server_process import (
@@ -91,7 +92,8 @@ class VLLMServer(ChildServer):
             "dtype": self.config.dtype,
             "max-model-len": self.config.max_model_len,
             "max-num-seqs": self.config.max_concurrent,
-            "logprobs-mode": "processed_logprobs",
+            # Behind drafts vLLM overwrites what it computes the processed ones from.
+            "logprobs-mode": "raw_logprobs" if draft_method(self.config.vllm_args) else "processed_logprobs",
             "generation-config": "vllm",  # a model's own generation_config.json must not change the sampling
             "enforce-eager": installation.cpu,  # graphs of CUDA are captured once, and are worth most of the speed
             "seed": self.seed,

@@ -108,7 +108,8 @@ async def test_known_flags_pass_in_every_spelling_and_a_server_without_a_help_re
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("speculative_config", {"method": "ngram"}, ("speculative_config: ", "draft's weights", "Remove it")),
+        ("speculative_config", {"method": "eagle3"}, ("speculative_config: ", "its weights stay", "Choose ngram")),
+        ("speculative_config", {"model": "small"}, ("speculative_config: ", "remove it")),
         ("speculative-config.method", "eagle3", ("speculative-config.method: ",)),
         ("speculative_algorithm", "EAGLE", ("speculative_algorithm: ",)),
         ("quantization", "awq", ("quantization=awq: ", "fp8")),
@@ -124,7 +125,17 @@ async def test_settings_that_no_policy_can_be_served_with_are_refused(
     assert not asked(tmp_path), "the server is not started for it"
 
 
-@pytest.mark.parametrize("users", [{"quantization": "fp8"}, {"quantization": None}, {"speculative_config": None}])
+@pytest.mark.parametrize(
+    "users",
+    [
+        {"quantization": "fp8"},
+        {"quantization": None},
+        {"speculative_config": None},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+        {"speculative_config.method": "suffix", "speculative_config.num_speculative_tokens": 8},
+        {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4},
+    ],
+)
 def test_what_can_be_updated_is_no_reason_to_refuse(users: dict[str, Any]) -> None:
     assert not unfit_flag(users)
 
