@@ -1,20 +1,27 @@
-"""A run of ours beside TRL's GRPOTrainer, from start to a mean reward of 0.9: CPU seconds and wall time.
+"""A run of ours beside TRL's GRPOTrainer, from start to a goal: CPU seconds and wall time.
 
     penstock bench compare --json
+    penstock bench compare --model smollm2-135m --json
 
 fully_async         `penstock run recipes/calculator.yaml`, without evaluation and checkpoints on the way
-trl_in_process      TRL's GRPOTrainer with its `tools=` and `transformers.generate`; the tool computes in its process
-trl_bwrap           the same; each call of the tool makes a bubblewrap box for one Python
+trl                 TRL's GRPOTrainer with its `tools=` and `transformers.generate`; each call of the tool makes a
+                    bubblewrap box for one Python
+trl_in_process      the same; the tool computes in its process
+
+With a model, it learns the sums of recipes/smollm2/sums.py, which have no tool, so there is no third side. TRL's one
+process then has a thread for each core; ours have one each.
 
 One model, one set of rows, one schedule: groups, group size, each step's learning rate, optimizer, sampling, turns and
 limits are read from the recipe for all; both prompts are the same ids, and what the programs log must agree. A program
-has reached its goal when the mean reward of three steps in a row is 0.9. The clock starts with the process.
+has reached its goal when the mean reward of three steps in a row is 0.9, that of the sums 0.8. The clock starts with
+the process.
 
 Each seed has its round, in which every side runs once, in changing order; one unmeasured step of each program comes
 before. All else about the machine should be quiet.
 
-Environment: PENSTOCK_BENCH_SEEDS (0,1,2,3,4), PENSTOCK_BENCH_SIDES (all three), PENSTOCK_BENCH_STEPS (50, at most),
-PENSTOCK_BENCH_TRL (.venv-trl, from `scripts/setup-trl`; empty leaves TRL out), PENSTOCK_BENCH_RUN_TIMEOUT_S (900),
+Environment: PENSTOCK_BENCH_MODEL (none; a folder, or a name of `penstock model fetch`), PENSTOCK_BENCH_SEEDS
+(0,1,2,3,4), PENSTOCK_BENCH_SIDES (all), PENSTOCK_BENCH_STEPS (50, at most), PENSTOCK_BENCH_TRL (.venv-trl, from
+`scripts/setup-trl`; empty leaves TRL out), PENSTOCK_BENCH_RUN_TIMEOUT_S (900; with a model 3600),
 PENSTOCK_BENCH_OVERRIDES (of our runs, separated by spaces).
 """
 
@@ -30,22 +37,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.compare_figures import FULLY_ASYNC, TRL_BWRAP, TRL_IN_PROCESS, figures_of, ratios_of
+from benchmarks.support.compare_figures import FULLY_ASYNC, TRL, TRL_IN_PROCESS, figures_of, ratios_of
 from benchmarks.support.compare_run import Progress
 from benchmarks.support.compare_sides import (
-    RECIPE,
+    CALCULATOR,
     CompareSide,
+    CompareTask,
     PenstockSide,
     TrlProgram,
     check_schedule,
-    penstock_config,
     plan_of,
+    sums,
 )
 from benchmarks.support.comparison import in_turn, say
 from benchmarks.support.measure import processor
-from benchmarks.support.trl_place import TRL, trl_version
+from benchmarks.support.trl_place import FOLDER, trl_version
 
-SIDES = (FULLY_ASYNC, TRL_IN_PROCESS, TRL_BWRAP)
+SIDES = (FULLY_ASYNC, TRL, TRL_IN_PROCESS)
 
 
 class UnknownSide(Exception):
@@ -54,8 +62,9 @@ class UnknownSide(Exception):
 
 @dataclass(frozen=True)
 class CompareExtent:
-    """How much is measured, from the environment."""
+    """What is measured, from the environment."""
 
+    model: str
     seeds: tuple[int, ...]
     sides: tuple[str, ...]
     steps: int
@@ -66,26 +75,33 @@ class CompareExtent:
     @classmethod
     def read(cls) -> CompareExtent:
         """Raises `UnknownSide`."""
-        sides = tuple(_read("SIDES", ",".join(SIDES)).split(","))
-        if unknown := set(sides) - set(SIDES):
-            raise UnknownSide(f"PENSTOCK_BENCH_SIDES: no {', '.join(sorted(unknown))}; there are {', '.join(SIDES)}")
+        model = _read("MODEL", "")
+        known = SIDES[:2] if model else SIDES
+        sides = tuple(_read("SIDES", ",".join(known)).split(","))
+        if unknown := set(sides) - set(known):
+            raise UnknownSide(f"PENSTOCK_BENCH_SIDES: no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         return cls(
+            model=model,
             seeds=tuple(int(one) for one in _read("SEEDS", "0,1,2,3,4").split(",")),
             sides=sides,
             steps=int(_read("STEPS", "50")),
-            trl=_read("TRL", str(TRL)),
-            timeout_s=float(_read("RUN_TIMEOUT_S", "900")),
+            trl=_read("TRL", str(FOLDER)),
+            timeout_s=float(_read("RUN_TIMEOUT_S", "3600" if model else "900")),
             overrides=tuple(shlex.split(_read("OVERRIDES", ""))),
         )
+
+    @property
+    def task(self) -> CompareTask:
+        return sums(self.model) if self.model else CALCULATOR
 
     def programs(self) -> list[CompareSide]:
         """Those of TRL only where it is."""
         there = trl_version(self.trl) is not None
         made: dict[str, CompareSide] = {
-            FULLY_ASYNC: PenstockSide(FULLY_ASYNC, self.steps, self.timeout_s, self.overrides)
+            FULLY_ASYNC: PenstockSide(FULLY_ASYNC, self.task, self.steps, self.timeout_s, self.overrides)
         }
-        for name in (TRL_IN_PROCESS, TRL_BWRAP) if there else ():
-            made[name] = TrlProgram(name, self.trl, name == TRL_BWRAP, self.steps, self.timeout_s)
+        for name in (TRL, TRL_IN_PROCESS) if there else ():
+            made[name] = TrlProgram(name, self.task, self.trl, name == TRL, self.steps, self.timeout_s)
         return [made[name] for name in self.sides if name in made]
 
 
@@ -95,14 +111,15 @@ def measure() -> dict[str, Any]:
     say(f"compare: {', '.join(side.name for side in sides) or 'no side is here'}; seeds {extent.seeds}")
     runs: dict[str, dict[int, Progress]] = {side.name: {} for side in sides}
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-        plan = plan_of(penstock_config(extent.overrides, 0, extent.steps, Path(folder))[0], Path(folder))
+        config, _ = extent.task.config(extent.overrides, 0, extent.steps, Path(folder))
+        plan = plan_of(config, Path(folder), extent.task.goal)
         _warm_up(sides, Path(folder))
         for number, seed in enumerate(extent.seeds):
             for side in in_turn(sides, number) if sides else ():
                 run = _carry_out(side, seed, Path(folder) / f"{side.name}-{seed}")
                 check_schedule(side.name, seed, run, plan)
                 runs[side.name][seed] = run
-    setup = {**asdict(extent), **processor(), "recipe": RECIPE.name, "plan": asdict(plan) | {"rows": None}}
+    setup = {**asdict(extent), **processor(), "recipe": extent.task.recipe.name, "plan": asdict(plan) | {"rows": None}}
     setup |= {"trl": trl_version(extent.trl) or f"not in {extent.trl or 'an empty name'}: scripts/setup-trl"}
     setup |= {package: version(package) for package in ("torch", "transformers")}
     return {"bench": "compare", "ratio": ratios_of(runs), "figures": figures_of(runs), "setup": setup}

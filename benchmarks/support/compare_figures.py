@@ -7,10 +7,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.support.compare_run import Progress
-from benchmarks.support.grpo_plan import GOAL
 
-TRL_IN_PROCESS, TRL_BWRAP = "trl_in_process", "trl_bwrap"
-FULLY_ASYNC = "fully_async"
+FULLY_ASYNC, TRL, TRL_IN_PROCESS = "fully_async", "trl", "trl_in_process"
 Runs = Mapping[str, Mapping[int, Progress]]
 """Side → seed → run"""
 
@@ -55,7 +53,7 @@ def ratios_of(runs: Runs) -> dict[str, float | None]:
     """
     return {
         f"{name}_{suffix}": _over(runs, theirs, of)
-        for theirs, suffix in ((TRL_BWRAP, "over_trl"), (TRL_IN_PROCESS, "over_trl_in_process"))
+        for theirs, suffix in ((TRL, "over_trl"), (TRL_IN_PROCESS, "over_trl_in_process"))
         for name, of in COMPARED.items()
     }
 
@@ -63,8 +61,8 @@ def ratios_of(runs: Runs) -> dict[str, float | None]:
 COMPARED: Mapping[str, Callable[[Progress], float | None]] = {
     "cpu_per_step": lambda run: run.cpu_per_step,
     "cpu_per_later_step": lambda run: run.cpu_per_later_step if len(run.steps) > 1 else None,
-    f"cpu_to_{GOAL}": lambda run: run.cpu_s if run.reached else None,
-    f"wall_to_{GOAL}": lambda run: run.wall_s if run.reached else None,
+    "cpu_to_goal": lambda run: run.cpu_s if run.reached else None,
+    "wall_to_goal": lambda run: run.wall_s if run.reached else None,
 }
 
 

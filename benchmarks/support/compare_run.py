@@ -37,10 +37,11 @@ class Progress:
     """When the first was seen: start included"""
     cpu_end_s: float
     """When the program had ended"""
+    goal: float
 
     @property
     def reached(self) -> bool:
-        return goal_reached([step.reward for step in self.steps])
+        return goal_reached([step.reward for step in self.steps], self.goal)
 
     @property
     def wall_s(self) -> float:
@@ -90,11 +91,11 @@ class Program:
         return "\n" + self.output.read_text(errors="replace")[-2000:]
 
 
-def follow(program: Program, timeout_s: float) -> Progress:
-    """Run it to its end. Raises `ProgramFailed`."""
+def follow(program: Program, timeout_s: float, goal: float) -> Progress:
+    """Run it to its end. `goal`: mean reward up to which it counts. Raises `ProgramFailed`."""
     before, began = _children_cpu_s(), time.monotonic()
     process = program.start()
-    watch, tail = _Watch(), JsonlTail(program.log)
+    watch, tail = _Watch(goal), JsonlTail(program.log)
     steps = lambda: [program.step_of(row, time.monotonic() - began) for row in tail.read()]  # noqa: E731
     try:
         while process.poll() is None:
@@ -117,7 +118,8 @@ def follow(program: Program, timeout_s: float) -> Progress:
 class _Watch:
     """What a program had cost when each step was seen, up to the goal."""
 
-    def __init__(self) -> None:
+    def __init__(self, goal: float) -> None:
+        self._goal = goal
         self.steps: list[GrpoStep] = []
         self._cpu: list[float] = []
 
@@ -127,13 +129,13 @@ class _Watch:
         `cpu_s`: reads all processes of the machine, so it is asked once per step alone.
         """
         for step in steps:
-            if goal_reached([one.reward for one in self.steps]):
+            if goal_reached([one.reward for one in self.steps], self._goal):
                 return
             self.steps.append(step)
             self._cpu.append(cpu_s())
 
     def progress(self, cpu_end_s: float) -> Progress:
-        return Progress(tuple(self.steps), self._cpu[-1], self._cpu[0], cpu_end_s)
+        return Progress(tuple(self.steps), self._cpu[-1], self._cpu[0], cpu_end_s, self._goal)
 
 
 def _children_cpu_s() -> float:

@@ -9,14 +9,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-GOAL = 0.9
 WINDOW = 3
 """Steps in a row over which the mean reward must be the goal."""
 
 
-def goal_reached(rewards: Sequence[float]) -> bool:
+def goal_reached(rewards: Sequence[float], goal: float) -> bool:
     """Whether the mean of the last `WINDOW` steps is the goal."""
-    return len(rewards) >= WINDOW and mean(rewards[-WINDOW:]) >= GOAL
+    return len(rewards) >= WINDOW and mean(rewards[-WINDOW:]) >= goal
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ class GrpoPlan:
     """Per turn"""
     max_response_tokens: int
     """Per episode, tool results included"""
+    goal: float
+    """Mean reward at which a program ends"""
 
     @property
     def episodes(self) -> int:
@@ -69,8 +70,12 @@ class TrlJob:
     """What the TRL program gets as its one argument."""
 
     plan: GrpoPlan
-    tool: dict[str, Any]
-    """The `python` tool's schema, as the prompt shows it"""
+    reward: str
+    """File of the recipe's `compute_score`"""
+    threads: int
+    """Of torch"""
+    tool: dict[str, Any] | None
+    """The `python` tool's schema, as the prompt shows it; None: the task has no tool"""
     command: tuple[str, ...] | None
     """Before the code; None: the tool computes in the trainer's process"""
     tool_timeout_s: float

@@ -1,8 +1,8 @@
-"""TRL's GRPOTrainer learns the calculator task with its `tools=`: the program that `penstock bench compare` runs.
+"""TRL's GRPOTrainer learns a recipe's task, with its `tools=` if that has one: a program of `penstock bench compare`.
 
     python -m benchmarks.support.trl_grpo JOB        a `TrlJob` as JSON
 
-One process, one thread, its own `train` loop and defaults; answers come from `transformers.generate`. It ends when the
+One process, its own `train` loop and defaults; answers come from `transformers.generate`. It ends when the
 mean reward of three steps is the goal, or after the last step. Each step adds a line to the job's log.
 """
 
@@ -28,7 +28,6 @@ from benchmarks.support.written_code import computed
 from penstock.common import die_with_parent
 from penstock.datasets import BadExpression
 
-REWARD = Path(__file__).resolve().parents[2] / "recipes" / "calculator" / "reward.py"
 TRACEBACK_LINES = 6
 """As many as Penstock's `python` tool shows."""
 CHECKED_PROMPTS = 8
@@ -41,10 +40,10 @@ class OtherTokens(Exception):
 def main() -> None:
     die_with_parent()
     job = TrlJob.read(sys.argv[1])
-    torch.set_num_threads(1)
+    torch.set_num_threads(job.threads)
     set_seed(job.plan.seed)
     rows = read_rows(job.plan.rows)
-    log = StepLog(Path(job.log))
+    log = StepLog(Path(job.log), job.plan.goal)
     trainer = make_trainer(job, rows, log)
     check_prompts(trainer, rows[:CHECKED_PROMPTS])
     trainer.train()
@@ -60,11 +59,11 @@ def make_trainer(job: TrlJob, rows: Sequence[dict[str, Any]], log: StepLog) -> G
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: shares[min(step, len(shares) - 1)])
     return GRPOTrainer(
         model=model,
-        reward_funcs=reward_of(log),
+        reward_funcs=reward_of(job.reward, log),
         args=config_of(job),
         train_dataset=Dataset.from_list([{name: row[name] for name in COLUMNS} for row in rows]),
         processing_class=tokenizer_of(job),
-        tools=[python_tool(job)],
+        tools=None if job.tool is None else [python_tool(job)],
         callbacks=[log],
         optimizers=(optimizer, schedule),
     )
@@ -83,7 +82,7 @@ def config_of(job: TrlJob) -> GRPOConfig:
         gradient_accumulation_steps=plan.episodes // job.micro_rows,
         num_generations=plan.group_size,
         max_completion_length=plan.max_response_tokens,
-        max_tool_calling_iterations=plan.max_turns - 1,
+        max_tool_calling_iterations=None if job.tool is None else plan.max_turns - 1,
         generation_kwargs={"max_new_tokens": plan.max_new_tokens},
         temperature=plan.temperature,
         top_p=plan.top_p,
@@ -104,6 +103,8 @@ def config_of(job: TrlJob) -> GRPOConfig:
 def tokenizer_of(job: TrlJob) -> Any:
     """The model's own, whose template shows the tool as Penstock's prompt does, whatever TRL reads from a docstring."""
     tokenizer = AutoTokenizer.from_pretrained(job.plan.model)
+    if job.tool is None:
+        return tokenizer
     shown = f"{{%- if tools %}}{{%- set tools = {json.dumps([job.tool])} %}}{{% endif %}}"
     tokenizer.chat_template = shown + tokenizer.chat_template
     tokenizer.response_template = qwen3_template
@@ -151,9 +152,9 @@ def answer_of_box(command: Sequence[str], code: str, timeout_s: float) -> str:
     return "\n".join(line for line in lines if line) or "(no output)"
 
 
-def reward_of(log: StepLog) -> Callable[..., list[float]]:
+def reward_of(file: str, log: StepLog) -> Callable[..., list[float]]:
     """The recipe's own reward, of all that follows the prompt as text."""
-    specification = importlib.util.spec_from_file_location("calculator_reward", REWARD)
+    specification = importlib.util.spec_from_file_location("recipe_reward", file)
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
@@ -180,8 +181,8 @@ def last_text(messages: Sequence[dict[str, Any]]) -> str:
 class StepLog(TrainerCallback):
     """Writes a line per step, and ends the training at the goal."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, goal: float) -> None:
+        self._path, self._goal = path, goal
         self.rewards: list[float] = []
         """Of this step's episodes"""
         self._means: list[float] = []
@@ -201,11 +202,11 @@ class StepLog(TrainerCallback):
             "episodes": len(episodes),
             "sampled_tokens": round(logs["completions/mean_length"] * len(episodes)),
             "lr": self._lr,
-            "called": logs["tools/call_frequency"],
+            "called": logs.get("tools/call_frequency", 0.0),
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        if goal_reached(self._means):
+        if goal_reached(self._means, self._goal):
             control.should_training_stop = True
 
 

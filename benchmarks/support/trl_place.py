@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.support.child import ROOT
 
-TRL = ROOT / ".venv-trl"
+FOLDER = ROOT / ".venv-trl"
 
 
 def trl_version(folder: str) -> str | None:

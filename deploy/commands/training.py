@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ from penstock.deploy.commands.shared import (
 )
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+MODEL_VARIABLE = "PENSTOCK_BENCH_MODEL"
 
 
 def sft(
@@ -161,11 +163,19 @@ def export(
 
 def bench(
     name: Annotated[str, typer.Argument(help="One of the files in benchmarks/, without .py; `list` names them.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="In place of the benchmark's own: one of its sizes, a fetched model, or a folder."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Measure one part against a named reference, in the same minute.
 
     Runs `measure()` of benchmarks/NAME.py, which returns {bench, ratio, figures, setup}.
+
+    Examples: penstock bench queue --json
+
+    penstock bench compare --model smollm2-135m --json
     """
     if name == "list":
         for file in _available():
@@ -173,7 +183,14 @@ def bench(
         return
     if threading.current_thread() is threading.main_thread():  # others may not set what a signal does
         signal.signal(signal.SIGTERM, _leave)
-    result = _load(name).measure()
+    benchmark = _load(name)
+    if model is not None:
+        if MODEL_VARIABLE not in (benchmark.__doc__ or ""):
+            refuse(f"--model: {name} measures no model, or its own alone")
+        from penstock.deploy.pretrained import find_fetched
+
+        os.environ[MODEL_VARIABLE] = str(find_fetched(model) or model)
+    result = benchmark.measure()
     if as_json:
         typer.echo(json.dumps(result))
         return

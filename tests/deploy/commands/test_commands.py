@@ -168,6 +168,7 @@ REMOTE = ("--queue", "redis://127.0.0.1:1", "--run", "r")
         (("agent", "--name", "a", *REMOTE), "PENSTOCK_TOKEN is not set"),
         (("data", "gsm8k-equations", "--input", "bad", "--out", "out"), "test.jsonl"),
         (("bench", "nonsense"), "there are:"),
+        (("bench", "queue", "--model", "9m"), "--model: queue measures no model"),
     ],
 )
 async def test_a_mistake_is_one_message(
