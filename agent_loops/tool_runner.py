@@ -213,12 +213,9 @@ class ToolBox:
         name = next((name for name, tool in self._tools.items() if isinstance(tool, BoxTool)), None)
         if name is None:
             return None
-        try:
-            async with self._states.using(name) as state:
-                box: EpisodeBox = state
-                return box
-        except SandboxLost as error:
-            raise InfraFailure("sandbox", str(error)) from error
+        async with self._states.using(name) as state:
+            box: EpisodeBox = state
+            return box
 
     async def release(self, *, leave: bool = False) -> None:
         """Releases every state; never raises. `leave`: keep sessions open for the next owner where possible."""

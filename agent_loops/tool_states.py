@@ -78,7 +78,10 @@ class ToolStates:
         entry = self.open_states[name]
         async with entry.lock:
             if not entry.ready:
-                await self._make_ready(name, entry)
+                try:
+                    await self._make_ready(name, entry)
+                except SandboxLost as error:
+                    raise InfraFailure("sandbox", str(error)) from error
             if entry.state is not None:
                 yield entry.state
                 return

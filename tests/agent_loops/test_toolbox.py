@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 
 import pytest
+from tests.agent_loops.conftest import Calculator
 
 from penstock.agent_loops import EpisodeJournal, EpisodeRestart, InfraFailure, ToolBox
 from penstock.sandbox import SandboxError, SandboxLost
@@ -218,6 +219,46 @@ async def test_a_lost_session_is_brought_back_by_its_earlier_calls(box_of, calcu
     (result,) = await again.call_all([add("2+2")])
     assert result.text == "4 (call 2)"
     assert calculator.executed == ["1+1", "1+1", "2+2"]
+
+
+class Fragile(Calculator):
+    """Its box is lost at the calls and at the creations of these numbers, counted from 1."""
+
+    def __init__(self, *, calls=(), creations=()):
+        super().__init__()
+        self.lost_calls, self.lost_creations, self.calls = calls, creations, 0
+
+    async def create(self, task):
+        if self.created + 1 in self.lost_creations:
+            self.created += 1
+            raise SandboxLost("the box ended while it was set up")
+        return await super().create(task)
+
+    async def execute(self, state, arguments):
+        self.calls += 1
+        if self.calls in self.lost_calls:
+            raise SandboxLost("the box ended during a run")
+        return await super().execute(state, arguments)
+
+
+@pytest.mark.parametrize(
+    ("tool", "past"),
+    [(Fragile(creations=[1]), False), (Fragile(calls=[1, 2]), False), (Fragile(calls=[2]), True)],
+    ids=["setup", "twice", "replay"],
+)
+async def test_a_box_lost_where_no_fresh_one_helps_is_the_sandboxs_failure(box_of, tool, past):
+    queue = None
+    if past:
+        box, queue = box_of(tool)
+        await box.call_all([add("1+1")])
+    box, _ = box_of(tool, queue=queue)
+    if past:
+        await box.call_all([add("1+1")])
+    with pytest.raises(InfraFailure, match="the box ended") as refused:
+        await box.call_all([add("2+2")])
+    assert refused.value.component == "sandbox"
+    assert box.failure is refused.value
+    await box.release()
 
 
 async def test_or_the_episode_restarts_where_the_recipe_says_so(box_of, calculator):
