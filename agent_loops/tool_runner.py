@@ -148,6 +148,7 @@ class ToolBox:
             entry = self._journal.take(JournalKind.TOOLS, digest)
             if entry is not None:
                 results = [ToolResult(**{**one, "images": tuple(one["images"])}) for one in entry.data["results"]]
+                self._states.past.extend(one for one, problem in zip(named, problems, strict=True) if not problem)
             else:
                 runs = [self._run_one(one, problem) for one, problem in zip(named, problems, strict=True)]
                 results = await gather_or_cancel(runs)
@@ -159,7 +160,6 @@ class ToolBox:
         except (InfraFailure, EpisodeRestart) as error:
             self.failure = error
             raise
-        self._states.past.extend(one for one, problem in zip(named, problems, strict=True) if not problem)
         self.counts.add(results)
         for one in zip(calls, problems, results, strict=True):
             if fault := self._fault_of(*one):
@@ -222,21 +222,22 @@ class ToolBox:
         await self._states.give_back(leave=leave)
 
     # a turn --------------------------------------------------------------------------------------------------------
-    async def _run_one(self, named: NamedCall, problem: str | None) -> ToolResult:
+    async def _run_one(self, named: NamedCall, problem: str | None, *, is_second: bool = False) -> ToolResult:
         if problem:
             return ToolResult(f"Error: {problem}", is_error=True)
         name = named.call.name
         async with self._states.using(name) as state:
             try:
-                return await self._execute(named, state)
+                result = await self._execute(named, state)
             except SandboxLost as error:
+                if is_second:
+                    raise InfraFailure("sandbox", f"lost twice in one call: {error}") from error
                 log.warning("tool %s continues in a fresh session: %s", name, error)
+            else:
+                self._states.past.append(named)
+                return result
         await self._states.lose(name, state)
-        async with self._states.using(name) as state:
-            try:
-                return await self._execute(named, state)
-            except SandboxLost as error:
-                raise InfraFailure("sandbox", f"lost twice in one call: {error}") from error
+        return await self._run_one(named, problem, is_second=True)
 
     def _fault_of(self, call: ToolCall, problem: str | None, result: ToolResult) -> str:
         if call.error:

@@ -59,7 +59,7 @@ class ToolStates:
     on_lost: OnLost
     execute: Execute
     past: list[NamedCall] = field(default_factory=list)
-    """Calls of finished turns, replayed ones too: what a fresh state must have seen."""
+    """Finished calls, replayed ones too, those of the current turn among them: what a fresh state must have seen."""
     open_states: dict[str, ToolState] = field(default_factory=dict)
     _groups: dict[str, asyncio.Lock] = field(default_factory=dict)
     _shared: dict[Hashable, Any] = field(default_factory=dict)

@@ -241,6 +241,14 @@ class Fragile(Calculator):
         return await super().execute(state, arguments)
 
 
+async def test_a_session_lost_within_a_turn_has_seen_the_calls_of_the_turn(box_of):
+    tool = Fragile(calls=[3])
+    box, _ = box_of(tool)
+    results = await box.call_all([add("1+1"), add("2+2"), add("3+3")])
+    assert [result.text for result in results] == ["2 (call 1)", "4 (call 2)", "6 (call 3)"]
+    assert tool.executed == ["1+1", "2+2", "1+1", "2+2", "3+3"]
+
+
 @pytest.mark.parametrize(
     ("tool", "past"),
     [(Fragile(creations=[1]), False), (Fragile(calls=[1, 2]), False), (Fragile(calls=[2]), True)],
