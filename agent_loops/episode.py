@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.agent_loops.base import AgentLoopBase, WorkerServices
@@ -101,8 +101,9 @@ class Episode:
         if self._services.teachers is not None:
             trajectory = await self._services.teachers.annotate(self._lease.task, trajectory)
         self.is_ending = True
+        lease = replace(self._lease, origin=self._journal.origin)  # a branch that restarted shares nothing
         try:
-            await self._services.queue.complete(self._lease, trajectory)
+            await self._services.queue.complete(lease, trajectory)
         except BadPayload as error:
             raise BadOutput("queue", f"refused the trajectory: {error}") from error
         if self._trace.exported is not None:

@@ -124,7 +124,8 @@ class EpisodeJournal:
         """The place where this run left another episode; None for a root, and after a restart."""
         if self._origin is None or any(RESTART in entry.data for entry in self._all[self._origin.entries :]):
             return None
-        return self._origin
+        shared = since_last_restart(self._all[: self._origin.entries])  # what its parent gave up is not shared
+        return replace(self._origin, sampled=sum(len(entry.ids) for entry in shared if entry.ids is not None))
 
     @property
     def turns(self) -> list[JournaledTurn]:

@@ -184,6 +184,31 @@ async def test_a_branch_knows_no_name_of_its_parents_run(stage_of):
     assert branch.origin is None
 
 
+async def test_a_branch_that_restarts_has_sampled_all_its_tokens(stage_of):
+    """Its loop did not follow the shared journal, and no token of its trajectory is its parent's."""
+    stage = await stage_of(type("Loop", (ForkAtEnd,), {"turn": 2}))
+    assert await stage.run_next() == 1
+    members = stage.queue._state.groups["train/00000000"].members
+    members[1].journal[0] = (dataclasses.replace(members[1].journal[0][0], context_hash=0), 1)
+    trajectories = await stage.finish()
+    assert origins(trajectories).keys() == {"train/00000000#2", "train/00000000#3"}
+    assert members[1].sampled == trajectories["train/00000000#1"].num_sampled
+
+
+async def test_a_branch_shares_no_token_that_its_parent_gave_up(stage_of):
+    stage = await stage_of(ToolAgentLoop)
+    (root,) = await stage.lease()
+    parent = EpisodeJournal(stage.queue, root)
+    await parent.append(sampled([-1.0] * 5, 7))
+    await parent.restart("it strayed")
+    await parent.append(sampled([-1.0], 7))
+    assert await parent.fork(1, 1) == ["train/00000000#1"]
+    (lease,) = await stage.lease()
+    origin = EpisodeJournal(stage.queue, lease).origin
+    assert origin is not None
+    assert (origin.turn, origin.sampled) == (1, 1)
+
+
 async def test_a_killed_worker_that_forked_finds_its_branches(stage_of, calculator):
     """Killed between the fork and the next answer; the branches may run before its episode is taken up again."""
     stage = await stage_of(ForkOnTheWay)
