@@ -86,6 +86,8 @@ class UsageMeter:
         self._process, self._count = process, count
         self._amounts = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
         self._unsent: UsageReport | None = None
+        self._reporting = asyncio.Lock()
+        """A last report may come while a regular one is under way."""
 
     def add(self, name: str, resource: str, amount: float) -> None:
         """`name`: see `UsageReport.amounts`; an empty one is a request of somebody else."""
@@ -112,12 +114,13 @@ class UsageMeter:
         nothing counts twice."""
         self._count()
         try:
-            await self._send_unsent(send)
-            if self._amounts:
-                amounts = {name: dict(each) for name, each in self._amounts.items()}
-                self._amounts.clear()
-                self._unsent = UsageReport(secrets.token_hex(8), self._process, amounts)
+            async with self._reporting:
                 await self._send_unsent(send)
+                if self._amounts:
+                    amounts = {name: dict(each) for name, each in self._amounts.items()}
+                    self._amounts.clear()
+                    self._unsent = UsageReport(secrets.token_hex(8), self._process, amounts)
+                    await self._send_unsent(send)
         except QueueError as error:
             logger.warning("usage is not reported yet: %s", error)
 
