@@ -260,6 +260,8 @@ def test_what_was_appended_outlives_the_machine(archive: Archive, monkeypatch: p
     for step in (1, 2):
         archive.append(step, batch(step))
     assert synced == [("run", 1), ("archive", 1), ("archive", 2), ("batches", 1), ("batches", 2)]
+    archive.append(2, batch(2))
+    assert synced[5:] == [("batches", 2)], "the life that renamed it may have been killed before it was synced"
 
 
 def flip(path: Path, at: int) -> None:

@@ -90,18 +90,18 @@ class Archive:
         with self._appending:
             self._make_folders()
             files = list(self.files())
-            if any((file.step, file.digest, file.whole) == (step, digest, True) and _is_sound(file) for file in files):
-                return
-            number = 1 + max((file.number for file in files), default=0)
-            final = self._batches / f"{step:08d}-{number:08d}-{digest}.parquet"
-            temporary = final.with_name(f"{final.name}.tmp")
-            try:
-                write_synced(temporary, (data,))
-                temporary.rename(final)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            fsync_path(self._batches)
+            same = [file for file in files if (file.step, file.digest, file.whole) == (step, digest, True)]
+            if not any(map(_is_sound, same)):
+                number = 1 + max((file.number for file in files), default=0)
+                final = self._batches / f"{step:08d}-{number:08d}-{digest}.parquet"
+                temporary = final.with_name(f"{final.name}.tmp")
+                try:
+                    write_synced(temporary, (data,))
+                    temporary.rename(final)
+                except BaseException:
+                    temporary.unlink(missing_ok=True)
+                    raise
+            fsync_path(self._batches)  # also of a file that a killed life had renamed
 
     def read(self, step: int, episode_ids: Iterable[str]) -> dict[str, Trajectory]:
         """Trajectories of `step` by episode id, in the order given.
