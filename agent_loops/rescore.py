@@ -17,7 +17,7 @@ from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.errors import InfraFailure, LoadError
 from penstock.agent_loops.rewards.registry import RewardFunction
 from penstock.agent_loops.segment import last_answer
-from penstock.common import Backoff
+from penstock.common import Backoff, gather_or_cancel
 from penstock.transfer_queue import Segment, Task, Trajectory
 
 PROGRAM = "program"
@@ -60,7 +60,7 @@ async def rescored(
 
     for trajectory in trajectories:
         _check_row(trajectory, tasks[trajectory.task_id], chat)
-    return await asyncio.gather(*map(score, trajectories))
+    return await gather_or_cancel([score(trajectory) for trajectory in trajectories])
 
 
 def _check_row(trajectory: Trajectory, task: Task, chat: ChatTokens) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,26 @@ async def test_a_failing_reward_is_asked_again_and_then_names_the_episode(chat: 
     failures += ["no service"] * 3
     with pytest.raises(InfraFailure, match=r"train/0000/00000007#0: .*no service"):
         await again(chat, played(chat), task(), flaky)
+
+
+async def test_a_reward_that_fails_for_good_ends_those_of_others(chat: ChatTokens, monkeypatch: Any) -> None:
+    """None asks a reward, or a sandbox, that its caller has closed meanwhile."""
+    monkeypatch.setattr("penstock.agent_loops.rescore.ATTEMPTS", 1)
+    names = ["train/0000/00000007#0", "train/0000/00000007#1"]
+    cancelled = asyncio.Event()
+
+    class Reward(RewardFunction):
+        async def score(self, *args: Any, **kwargs: Any) -> Any:
+            self.asked = getattr(self, "asked", 0) + 1
+            if self.asked == len(names):
+                raise InfraFailure("judge", "away")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cancelled.set()
+
+    with pytest.raises(InfraFailure, match="away"):
+        await rescored(
+            [played(chat, name) for name in names], {task().task_id: task()}, Reward(lambda **_: 1.0), chat, 4
+        )
+    assert cancelled.is_set()
