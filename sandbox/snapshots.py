@@ -114,6 +114,8 @@ async def fork_from(sandbox: Sandbox, copy: BoxCopy, label: str) -> Session:
     session = await sandbox.start(label, image=copy.image, needs=copy.needs)
     try:
         for folder in copy.folders:
+            if folder.files.closed:
+                raise SandboxLost("the snapshot was forgotten while its fork started")
             folder.files.seek(0)
             await put_folder(session, folder.path, folder.files.read())
     except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -61,6 +62,23 @@ async def test_forgotten_snapshot_is_lost(sandbox: ForkableSandbox) -> None:
     await session.close()
     with pytest.raises(SandboxLost):
         await sandbox.snapshot(session)
+
+
+async def test_snapshot_that_is_forgotten_while_a_fork_starts_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = UnsafeSubprocessSandbox(CONFIG)
+    snapshot = await sandbox.snapshot(await sandbox.start("trunk"))
+    start = sandbox.start
+
+    async def start_slowly(*args: Any, **kwargs: Any) -> Any:
+        session = await start(*args, **kwargs)
+        await sandbox.forget(snapshot)
+        return session
+
+    monkeypatch.setattr(sandbox, "start", start_slowly)
+    with pytest.raises(SandboxLost, match="forgotten"):
+        await sandbox.fork(snapshot, "branch")
+    assert len(sandbox._sessions) == 1, "the trunk"
+    await sandbox.close()
 
 
 @pytest.mark.bwrap
