@@ -390,6 +390,20 @@ async def test_a_run_from_before_there_were_branches_has_none(queue: RedisTransf
     await queue._connection.command("HDEL", queue._keys.run, "branches")
     await queue.submit(tasks(1), cursor=at(1))
     assert len(await queue.lease_episodes("worker", 9, 0)) == LIMITS.group_size
-    with pytest.raises(QueueError, match="exists with branches = 0, not 1"):
+    with pytest.raises(QueueError, match="exists with branches = 0, not 1; set agent.forks to null to continue"):
         await queue.create_run(replace(LIMITS, branches=1), "x")
     await queue.create_run(LIMITS, "x")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lease_ttl_s": 7.5}, "exists with lease_ttl_s = 30, not 7.5; set lease_ttl_s to 30 to continue"),
+        ({"min_group": 1}, "exists with min_group = 2, not 1; set min_group to 2 to continue"),
+    ],
+)
+async def test_limits_that_differ_are_named_as_they_are_set(
+    queue: RedisTransferQueue, changed: dict[str, float], message: str
+) -> None:
+    with pytest.raises(QueueError, match=message):
+        await queue.create_run(replace(LIMITS, **changed), "x")  # type: ignore[arg-type]

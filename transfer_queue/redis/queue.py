@@ -145,11 +145,7 @@ class RedisTransferQueue:
             return None
         how, *rest = answer
         if how == b"limit":
-            name, theirs, ours_value = (part.decode() for part in rest)
-            raise QueueError(
-                f"run {self._run} exists with {name} = {theirs}, not {ours_value}; "
-                f"set {name} to {theirs} to continue it, else use another name or drop it"
-            )
+            raise _other_limit(self._run, *(part.decode() for part in rest))
         *names, age_ms = rest
         owner = RunIdentity(*(name.decode() for name in names))
         if how == b"taken":
@@ -410,6 +406,17 @@ class RedisTransferQueue:
 
     async def close(self) -> None:
         await self._connection.close()
+
+
+def _other_limit(run: str, name: str, theirs: str, ours: str) -> QueueError:
+    """Names a limit of the run that differs as its setting is named."""
+    if name == "lease_ttl_ms":
+        name, theirs, ours = "lease_ttl_s", f"{int(theirs) / 1000:g}", f"{int(ours) / 1000:g}"
+    fix = f"set {name} to {theirs}"
+    if name == "branches":
+        fix = "set agent.forks to null" if theirs == "0" else f"set agent.forks.branches to {theirs}"
+    differ = f"run {run} exists with {name} = {theirs}, not {ours}"
+    return QueueError(f"{differ}; {fix} to continue it, else use another name or drop it")
 
 
 def _marked(announcement: Announcement) -> tuple[bytes, bytes]:
