@@ -23,6 +23,7 @@ from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_con
 from penstock.deploy.preflight.service import KEYS_VARIABLE
 from penstock.deploy.preflight.suite import refuse_doomed, service_checks
 from penstock.deploy.run.connection import RedisLost, RunConnection, connect_file, limits_of
+from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.head_lease import run_headed
 from penstock.deploy.run.identity import identity_of
 from penstock.deploy.run.launcher import Interrupted, open_queue, open_weights, until_interrupted
@@ -40,7 +41,7 @@ from penstock.transfer_queue import LogForgotten, QueueError, TrainerFenced
 
 def serve_recipe(recipe: Path, overrides: list[str], *, host: str, port: int, model_name: str | None) -> int:
     """Returns the exit status: 1 something failed, 2 it cannot be right, 130 stopped."""
-    console = Console(stderr=True, highlight=False)
+    console = HeadConsole()
 
     def complain(message: str, status: int) -> int:
         console.print(message, style="red", markup=False, soft_wrap=True)

@@ -81,14 +81,13 @@ def bisect_errors() -> Iterator[None]:
 def _search(  # noqa: PLR0917 - called in one place
     run: RunDir, metric: str, below: float, first: int, rows: int, samples: int | None, most: int
 ) -> Cause:
-    from rich.console import Console
-
     from penstock.deploy.bisection.cause import cause_of
     from penstock.deploy.bisection.collapse import fall_of, recorded_metric, stretches_of
     from penstock.deploy.bisection.tries import Judgement, Tries
     from penstock.deploy.run.connection import archive_of
+    from penstock.deploy.run.console import HeadConsole
 
-    config, console = load_config(run.root / RUN_FILE, with_tasks=False), Console(stderr=True, highlight=False)
+    config, console = load_config(run.root / RUN_FILE, with_tasks=False), HeadConsole()
     archive, values = archive_of(config), recorded_metric(run, metric)
     fall = fall_of(values, below, first)
     console.print(

@@ -7,18 +7,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from penstock.common import uncollected
 from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
 from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import refuse_doomed, run_checks
 from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere
+from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.supervisor import Placement
 from penstock.deploy.run_dir import RunDir, has_begun, require_run
 from penstock.transfer_queue import QueueError, RunTaken
 
-console = Console(stderr=True, highlight=False)
+console = HeadConsole()
 
 
 def run_recipe(

@@ -34,6 +34,7 @@ from penstock.deploy.evaluation.report import table_of, write_report
 from penstock.deploy.evaluation.target import EvalPlan, EvalRequest, export_model, resolve_target
 from penstock.deploy.preflight.suite import evaluation_checks, refuse_doomed
 from penstock.deploy.run.connection import RedisLost, RunConnection, connect_file, limits_of
+from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.head_lease import run_headed
 from penstock.deploy.run.identity import identity_of
 from penstock.deploy.run.launcher import Interrupted, open_queue, open_weights, until_interrupted
@@ -53,7 +54,7 @@ logger = logging.getLogger("penstock.eval")
 def evaluate_target(request: EvalRequest, *, as_json: bool = False) -> int:
     """Returns the exit status: 0 every episode has a result, 1 something failed, 2 it cannot be right, 130
     interrupted."""
-    console = Console(stderr=True, highlight=False)
+    console = HeadConsole()
 
     def complain(message: str, status: int) -> int:
         console.print(message, style="red", markup=False, soft_wrap=True)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from penstock.agent_loops import BLOCKING
@@ -21,6 +20,7 @@ from penstock.common import JsonlTail, rewrite_jsonl
 from penstock.dashboard import reward_warning
 from penstock.deploy.config import RunConfig
 from penstock.deploy.run.accounts import CostAccounts, EndReports, idle_cause
+from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.plan import lent_servers
 from penstock.deploy.run.supervisor import SupervisedRole, Watchdog
 from penstock.deploy.run_dir import LivesFile, RunDir
@@ -48,7 +48,7 @@ class Reporter:
         forgive_workers: Callable[[], None] = lambda: None,
     ) -> None:
         """`summary`: what the run continues from; empty for a new one. `forgive_workers`: see `Watchdog`."""
-        self._console = Console(stderr=True, highlight=False)
+        self._console = HeadConsole()
         self._config = config
         self._run = run
         self._queue = queue

@@ -32,6 +32,7 @@ from penstock.deploy.preflight.settings import check_training_engine
 from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import refuse_doomed
 from penstock.deploy.run.connection import connect_file
+from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.identity import changed_settings
 from penstock.deploy.run.launcher import Interrupted, until_interrupted
 from penstock.deploy.run.plan import SUPERVISOR_S, trainer_stop_s
@@ -51,7 +52,7 @@ LINE_S = 2.0
 
 def fine_tune_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool) -> int:
     """Returns the exit status: 0 done, 1 training failed, 2 recipe or data are wrong, 130 interrupted."""
-    console = Console(stderr=True, highlight=False)
+    console = HeadConsole()
 
     def complain(message: str, status: int) -> int:
         console.print(message, style="red", markup=False, soft_wrap=True)

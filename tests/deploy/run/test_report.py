@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,15 @@ async def test_a_disk_that_fails_ends_no_run(config: RunConfig, capsys: pytest.C
     assert [life["restarts"] for life in json.loads(run.lives.read_text())] == [{}]
     await cancel_and_wait([reporting])
     reporter.close()
+
+
+def test_a_reader_of_standard_error_that_leaves_ends_no_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as tee does, which the Ctrl-C of a run ends too
+    run = RunDir.of(config)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        Reporter(config, run, MemoryTransferQueue(), [], LivesFile(run.lives)).close()
 
 
 async def test_a_resumed_run_reports_new_steps_only(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
