@@ -5,7 +5,9 @@ penstock run … 2>&1 | tee log      Ctrl-C ends tee at once, and the run in ord
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import sys
 
 from rich.console import Console
@@ -18,7 +20,20 @@ class HeadConsole(Console):
         super().__init__(stderr=True, highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Drop what is printed from now on, by logging too. Rich's own raises `SystemExit`."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stderr.fileno())
-        os.close(nowhere)
+        """Drop what is printed from now on. Rich's own raises `SystemExit`."""
+        _drop(sys.stderr.fileno())
+
+
+def drop_without_terminal() -> None:
+    """Drop what is printed from now on if standard error is a terminal that was closed: each write would fail."""
+    with contextlib.suppress(OSError):  # it is no file of the system
+        number = sys.stderr.fileno()
+        if stat.S_ISCHR(os.fstat(number).st_mode) and not os.isatty(number):
+            _drop(number)
+
+
+def _drop(number: int) -> None:
+    """Lead a descriptor to nowhere, for all that writes to it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)

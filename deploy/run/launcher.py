@@ -43,6 +43,7 @@ from penstock.deploy.run.connection import (
     own_redis,
     redis_login,
 )
+from penstock.deploy.run.console import drop_without_terminal
 from penstock.deploy.run.head_lease import run_headed
 from penstock.deploy.run.identity import changed_settings, describe_found, identity_of, refuse_another_model
 from penstock.deploy.run.plan import ADDED, page_roles, roles_of
@@ -62,13 +63,14 @@ async def launch(config: RunConfig, *, resume: bool = False, placement: Placemen
     """Run to the end and return the path of summary.json. No placement: this machine.
 
     Raises `ConfigError`, `QueueError`, `RoleFailed`, `StalledRun`, `VersionRefused`, and `Interrupted` after a first
-    Ctrl-C or SIGTERM; however it ends, its processes are stopped and what was trained is summed up.
+    Ctrl-C, or one of `ending_signals`; however it ends, its processes are stopped and what was trained is summed up.
     """
     task = asyncio.current_task()
     assert task is not None
     # Until there are roles to stop in order: connect.env and a redis-server must not stay behind. Once: a second
     # cancellation would cut off their removal.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: task.cancelling() or task.cancel())
+    for number in ending_signals():
+        asyncio.get_running_loop().add_signal_handler(number, lambda: task.cancelling() or task.cancel())
     try:
         return await _launch(config, resume, placement or LocalPlacement())
     except asyncio.CancelledError:
@@ -230,10 +232,11 @@ async def _run_page(process: RoleProcess) -> None:
 
 
 async def until_interrupted(main: asyncio.Task[Any] | None, *, trains: bool = True) -> None:
-    """Raises `Interrupted` at the first Ctrl-C or SIGTERM: the run stops in order. `trains`: it saves a checkpoint.
+    """Raises `Interrupted` at the first Ctrl-C, or one of `ending_signals`: the run stops in order. `trains`: it saves
+    a checkpoint.
 
-    A second Ctrl-C cancels `main`, which stops the run in order: its processes are killed. Further SIGTERMs are
-    ignored: a scheduler may signal the head more than once.
+    A second Ctrl-C cancels `main`, which stops the run in order: its processes are killed. Further ones of the others
+    are ignored: a scheduler may signal the head more than once.
     """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -245,17 +248,25 @@ async def until_interrupted(main: asyncio.Task[Any] | None, *, trains: bool = Tr
             main.cancel()
 
     def on_signal(number: signal.Signals) -> None:
+        drop_without_terminal()
         loop.add_signal_handler(signal.SIGINT, on_second)
-        loop.add_signal_handler(signal.SIGTERM, event.set)
+        for other in ending_signals():
+            loop.add_signal_handler(other, event.set)
         saving = "saving a checkpoint and " if trains else ""
         logger.warning("%s: %sstopping every process of this run", number.name, saving)
         event.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *ending_signals()):
         loop.add_signal_handler(number, on_signal, number)
     await event.wait()
     raise Interrupted
 
 
+def ending_signals() -> list[signal.Signals]:
+    """SIGTERM, and the SIGHUP of a terminal that is closed, unless that is ignored, as below nohup."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGTERM] if is_ignored else [signal.SIGTERM, signal.SIGHUP]
+
+
 class Interrupted(Exception):
-    """Ctrl-C or SIGTERM: the run was stopped in order and can be resumed."""
+    """Ctrl-C, or one of `ending_signals`: the run was stopped in order and can be resumed."""

@@ -5,6 +5,7 @@ A stopped trainer saves no checkpoint: the second Ctrl-C always comes while the 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from tests.deploy.conftest import LivingRun, assert_nothing_left
 from typer.testing import CliRunner
 
 from penstock.deploy import app
+from penstock.deploy.run.console import drop_without_terminal
+from penstock.deploy.run.launcher import Interrupted, ending_signals, until_interrupted
 
 pytestmark = [pytest.mark.redis, pytest.mark.bwrap, pytest.mark.torch, pytest.mark.timeout(600)]
 
@@ -33,6 +36,30 @@ def test_a_second_interrupt_ends_the_run_without_a_traceback(start_run: Callable
     assert "Traceback" not in text, text
     assert text.rstrip().splitlines()[-1].startswith("interrupted; continue with: penstock run ")
     assert_nothing_left(run, pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_that_ends_stops_the_run_in_order(number: signal.Signals) -> None:
+    waiting = asyncio.create_task(until_interrupted(None))
+    await asyncio.sleep(0)  # its handlers are installed
+    os.kill(os.getpid(), number)
+    async with asyncio.timeout(60):
+        with pytest.raises(Interrupted):
+            await waiting
+
+
+def test_a_run_below_nohup_is_not_ended_by_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("signal.getsignal", lambda _: signal.SIG_IGN)
+    assert ending_signals() == [signal.SIGTERM]
+
+
+def test_what_is_printed_to_a_closed_terminal_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    controller, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        os.close(controller)
+        drop_without_terminal()
+        stream.write("saving a checkpoint\n")  # it would raise EIO
 
 
 def test_an_interrupt_before_the_run_began_offers_no_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
