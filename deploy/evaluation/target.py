@@ -71,6 +71,9 @@ class EvalPlan:
     def settings(self) -> dict[str, Any]:
         """Settings that determine the results; two evaluations of equal settings may share a folder."""
         config, folder, weights = self.config, Path(self.config.model), ""
+        if self.export is not None:  # the exported model may be that of an earlier run of this name
+            run, step = self.export
+            folder = run / "checkpoints" / f"step_{step:08d}"
         if config.rollout.engine != "served" and folder.is_dir():  # of a hub's model or a server's nothing is known
             states = ((path.name, path.stat()) for path in sorted(folder.glob("*")) if path.is_file())
             weights = _digest([[name, state.st_size, state.st_mtime_ns] for name, state in states])

@@ -175,6 +175,21 @@ def test_results_of_a_reward_are_not_those_of_the_edited_one(tmp_path: Path) -> 
     assert {name for name in after if after[name] != before[name]} == {"code"}
 
 
+def test_results_of_a_checkpoint_are_not_those_of_a_run_that_was_started_anew(tmp_path: Path) -> None:
+    """The model that the first evaluation exported stays in its folder."""
+    request = EvalRequest(run_folder(tmp_path, 4), **TRAIN)
+    marker = tmp_path / "runs" / "old" / "checkpoints" / "step_00000004" / "complete"
+    marker.write_text("a digest")
+    before = resolve_target(request)
+    model = Path(before.config.model)
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"exported")
+    assert before.settings() == (first := resolve_target(request).settings())
+    marker.write_text("another digest")
+    after = resolve_target(request).settings()
+    assert {name for name in after if after[name] != first[name]} == {"weights"}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
