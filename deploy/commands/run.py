@@ -63,7 +63,7 @@ def run_recipe(
         summary = asyncio.run(launch(with_stop_grace(config), resume=resume, placement=placement))
     except (ConfigError, RunTaken) as error:
         return _complain(str(error), 2, as_json=as_json)
-    except (RoleFailed, StalledRun, VersionRefused, QueueError) as error:
+    except (RoleFailed, StalledRun, VersionRefused, QueueError, OSError) as error:  # OSError: a full disk
         hint = f"\nonce the cause is corrected, continue with: {again}" if _can_continue(config) else ""
         return _complain(f"{error}{hint}", 1, as_json=as_json)
     except (Interrupted, KeyboardInterrupt):

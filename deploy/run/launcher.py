@@ -208,17 +208,17 @@ async def _run_roles(
         await asyncio.gather(plotting, return_exceptions=True)
         await asyncio.gather(*watchers, *page_tasks, return_exceptions=True)
         reporter.close()
-        total = lives.total(restarts_of(supervisor.members))
-        if why or spent:
-            rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why or spent, "failed": bool(why)}])
         try:
+            total = lives.total(restarts_of(supervisor.members))
+            if why or spent:
+                rewrite_jsonl(run.ended, [{"version": reporter.steps_done, "why": why or spent, "failed": bool(why)}])
             failed = [member.spec.name for member in supervisor.members if member.has_failed]
             await reporter.ends.send(queue)
             await write_summary(config, run, queue, total, failed)
-        except QueueUnavailable as error:
+        except (QueueUnavailable, OSError) as error:
             if not why:
                 raise
-            logger.error("no summary without the queue: %s", error)
+            logger.error("no summary: %s", error)
         if unsaved is not None:
             raise unsaved
 
