@@ -45,6 +45,7 @@ from .http_server import url_of as url_of
 from .huge_pages import huge_area as huge_area
 from .log_files import keep_logs_bounded as keep_logs_bounded
 from .process import LIFE_VARIABLE as LIFE_VARIABLE
+from .process import PARENT_VARIABLE as PARENT_VARIABLE
 from .process import DeviceClock as DeviceClock
 from .process import ProcessTable as ProcessTable
 from .process import cores as cores

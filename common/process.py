@@ -37,6 +37,8 @@ SECRETS = re.compile(r"^PENSTOCK_|(?<!^HF)(?<!^HUGGING_FACE_HUB)_(TOKEN|PASSWORD
 """Names of variables that a foreign process must not get. A hub token stays: engines read models with it."""
 LIFE_VARIABLE = "PENSTOCK_LIFE"
 """Variable with a name that a role's process and all that it starts have, and no other life of the role."""
+PARENT_VARIABLE = "PENSTOCK_PARENT"
+"""Variable with the pid of the process that starts a role, which may die while Python still loads."""
 _PR_SET_PDEATHSIG = 1
 _STATE, _PARENT, _START = 0, 1, 19
 OWN_TICKS, REAPED_TICKS = (11, 12), (13, 14)
@@ -47,13 +49,14 @@ descendants that have ended and were waited for."""
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
     """Has the kernel send `signum` to this process when its parent dies, however it dies. Linux only; else a no-op.
 
-    The kernel counts the end of the thread that started this process as the parent's death.
+    The kernel counts the end of the thread that started this process as the parent's death. A parent that has set
+    `PARENT_VARIABLE` may also have died before the call.
     """
     if not sys.platform.startswith("linux"):
         return
-    parent = os.getppid()
+    parent = int(os.environ.pop(PARENT_VARIABLE, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # it died between the two calls
+    if os.getppid() != parent:  # it died before the kernel was told
         os.kill(os.getpid(), signum)
 
 

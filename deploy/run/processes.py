@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.common import LIFE_VARIABLE, Backoff, kill_group
+from penstock.common import LIFE_VARIABLE, PARENT_VARIABLE, Backoff, kill_group
 from penstock.common.device_locks import named_gpus
 
 RESTART_WINDOW_S = 3600.0
@@ -191,6 +191,7 @@ class RoleProcess:
             RESTARTS_VARIABLE: str(self.restarts),
             STOP_FILE_VARIABLE: str(self.spec.stop_file),
             LIFE_VARIABLE: life,
+            PARENT_VARIABLE: str(os.getpid()),
         }
         with self.spec.log.open("ab") as log:
             return subprocess.Popen(

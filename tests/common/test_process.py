@@ -188,6 +188,23 @@ def test_die_with_parent(start) -> None:
     assert wait_until(lambda: not running(pid))
 
 
+@pytest.mark.crash
+def test_die_with_parent_that_was_killed_before_the_call_ends_the_process(start) -> None:
+    child = "import os; print(os.getpid(), flush=True); input()  # as long as Python loads what the process needs\n"
+    child += "from penstock.common.process import die_with_parent; die_with_parent(); print('lives')"
+    code = "import os, subprocess, sys, time; "
+    code += "environment = {**os.environ, 'PENSTOCK_PARENT': str(os.getpid())}; "
+    code += f"subprocess.Popen([sys.executable, '-c', {child!r}], env=environment); time.sleep(300)"
+    parent = start([sys.executable, "-c", code])
+    (pid,) = read_pids(parent, 1)
+    parent.kill()
+    parent.wait()
+    parent.stdin.write("\n")
+    parent.stdin.flush()
+    assert parent.stdout.read() == ""
+    assert wait_until(lambda: not running(pid))
+
+
 def test_tree_and_group_of_a_command(start) -> None:
     process = start(["sh", "-c", FAMILY])
     pids = read_pids(process)

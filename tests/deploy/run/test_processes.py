@@ -81,6 +81,12 @@ async def test_a_role_that_cannot_go_on_names_the_cause(
     assert process.restarts == restarts
 
 
+async def test_a_role_knows_the_process_that_started_it(role: Callable[..., RoleProcess]) -> None:
+    process = role("import os; print(os.environ['PENSTOCK_PARENT'])")
+    await process.run()
+    assert process.spec.log.read_text() == f"{os.getpid()}\n"
+
+
 async def test_stop_ends_the_role_and_what_it_started(role: Callable[..., RoleProcess]) -> None:
     process = role(STUBBORN)
     running = asyncio.create_task(process.run())
