@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import posixpath
 import re
@@ -45,9 +46,14 @@ def replace_once(text: str, old: str, new: str, path: str) -> tuple[str, int]:
     return text[:start] + new + text[start + len(old) :], text.count("\n", 0, start) + 1
 
 
+def lines_of(text: str) -> list[str]:
+    """Return the lines with their ends, as grep and tracebacks count them. To `splitlines` a form feed ends one too."""
+    return list(io.StringIO(text))
+
+
 def insert_after(text: str, line: int, new: str, path: str) -> tuple[str, int]:
     """(new text, first inserted line). `line` 0 is the top. Raises `EditError` past the end."""
-    lines = text.splitlines(keepends=True)
+    lines = lines_of(text)
     if not 0 <= line <= len(lines):
         raise EditError(f"line {line} is not in {path}: it has {len(lines)} lines (0 inserts at the top)")
     if line and not lines[line - 1].endswith("\n"):
@@ -58,13 +64,14 @@ def insert_after(text: str, line: int, new: str, path: str) -> tuple[str, int]:
 
 def numbered(text: str, first: int, last: int) -> str:
     """Lines `first` to `last` (from 1, both in), each with its number."""
-    lines = text.splitlines()
-    return "\n".join(f"{number:6}\t{lines[number - 1]}" for number in range(max(1, first), min(last, len(lines)) + 1))
+    lines = [line.rstrip("\r\n") for line in lines_of(text)]
+    shown = enumerate(lines[max(1, first) - 1 : last], start=max(1, first))
+    return "\n".join(f"{number:6}\t{line}" for number, line in shown)
 
 
 def line_range(text: str, bounds: list[int] | None, path: str) -> tuple[int, int]:
     """The lines to show; a last line of -1 is the end. Raises `EditError` if they are not in the file."""
-    count = len(text.splitlines())
+    count = len(lines_of(text))
     if bounds is None:
         return 1, count
     first, last = bounds[0], count if bounds[1] == -1 else bounds[1]
@@ -88,14 +95,16 @@ class EditHistory:
         steps = [*await self._steps(), {"before": before, "after": _hash(after)}][-20:]
         await self._write(steps)
 
-    async def pop(self) -> tuple[str | None, str] | None:
-        """(text before the last edit, hash of the text after it), or None if no edit is left."""
+    async def pop(self, text: str | None, path: str) -> str | None:
+        """Return the text before the last edit, which made `text`, and forget the edit. Raises `EditError`; the edit
+        stays then."""
         steps = await self._steps()
         if not steps:
-            return None
-        last = steps.pop()
-        await self._write(steps)
-        return last["before"], last["after"]
+            raise EditError(f"there is no edit of {path} to undo")
+        if text is None or _hash(text) != steps[-1]["after"]:
+            raise EditError(f"{path} was changed since by something else; undo would lose that")
+        await self._write(steps[:-1])
+        return steps[-1]["before"]
 
     async def _steps(self) -> list[dict[str, Any]]:
         """Code in the box may have damaged the file: then there is nothing to go back to."""
@@ -193,7 +202,7 @@ class EditorTool(BoxTool):
             await session.run(["mkdir", "-p", "--", folder], timeout_s=self.run_timeout_s)
         await _write(session, path, text)
         await EditHistory(session, path).push(None, text)
-        return ToolResult(f"created {path} ({len(text.splitlines())} lines)")
+        return ToolResult(f"created {path} ({len(lines_of(text))} lines)")
 
     async def _edit(self, session: Session, path: str, arguments: Mapping[str, Any]) -> ToolResult:
         before, new = await _read(session, path), arguments["text"]
@@ -207,14 +216,7 @@ class EditorTool(BoxTool):
         return ToolResult(f"{path} now reads:\n{numbered(after, line - 4, last + 4)}")
 
     async def _undo(self, session: Session, path: str) -> ToolResult:
-        history = EditHistory(session, path)
-        step = await history.pop()
-        if step is None:
-            raise EditError(f"there is no edit of {path} to undo")
-        before, after = step
-        text = await _read_if_there(session, path)
-        if text is None or _hash(text) != after:
-            raise EditError(f"{path} was changed since by something else; undo would lose that")
+        before = await EditHistory(session, path).pop(await _read_if_there(session, path), path)
         if before is None:
             await session.run(["rm", "-f", "--", path], timeout_s=self.run_timeout_s)
             return ToolResult(f"removed {path}, which create had made")

@@ -170,6 +170,15 @@ async def test_editor_replace_names_what_does_not_fit(episode: ShellEpisode) -> 
     )
 
 
+async def test_editor_counts_lines_as_grep_does(episode: ShellEpisode) -> None:
+    """A form feed, as old sources have between their parts, and Unicode's own line ends are parts of a line."""
+    await episode.edit("create", "f.py", text="a\x0c\nb\u2028\r\nc\n")
+    assert await episode.shell("grep -n c f.py") == "3:c"
+    assert await episode.edit("view", "f.py", lines=[2, 3]) == "     2\tb\u2028\n     3\tc"
+    await episode.edit("insert", "f.py", line=2, text="new")
+    assert (await episode.shell("cat f.py")).encode() == "a\x0c\nb\u2028\r\nnew\nc".encode()
+
+
 async def test_box_tools_insert_at_the_top_the_end_and_beyond(episode: ShellEpisode) -> None:
     await episode.shell("printf 'a\\nb' > f")
     await episode.edit("insert", "f", line=2, text="c")
@@ -194,6 +203,8 @@ async def test_editor_undo_is_stepwise_and_keeps_others_changes(episode: ShellEp
     await episode.shell("echo more >> f")
     assert "changed since by something else" in await episode.edit("undo", "f")
     assert await episode.shell("cat f") == "1\nmore"
+    await episode.shell("echo 1 > f")
+    assert await episode.edit("undo", "f") == "removed f, which create had made", "the refusal kept the edit"
 
 
 @pytest.mark.parametrize(
