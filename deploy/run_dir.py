@@ -15,6 +15,7 @@ from types import TracebackType
 from penstock.common import FileLock, process_has_ended, write_atomically
 from penstock.common.registry import near_and_known
 from penstock.deploy.config import CODE, RUN_FILE, ConfigError, RunConfig, code_files, dump_config
+from penstock.deploy.run.processes import END_SUFFIX
 
 HEAD_LINE = "# head: "
 """Prefix in connect.env of the `process_identity` of the `penstock run` that wrote it."""
@@ -195,7 +196,7 @@ def _forget(run: RunDir) -> None:
         run.dead_letters,
         run.accounts,
     )
-    for file in (run.connect_env, run.config, run.identity, *records):
+    for file in (run.connect_env, run.config, run.identity, *run.logs.glob(f"*{END_SUFFIX}"), *records):
         file.unlink(missing_ok=True)
 
 

@@ -46,11 +46,13 @@ class DeviceCpu:
             if time.monotonic() - looked > FAMILY_S:
                 looked = time.monotonic()
                 with contextlib.suppress(psutil.Error):
-                    self._processes = {(one.pid, one.create_time()): one for one in self._family()}
-            for name, process in self._processes.items():
-                with contextlib.suppress(psutil.Error):
+                    self._processes |= {(one.pid, one.create_time()): one for one in self._family()}
+            for name, process in [*self._processes.items()]:
+                try:
                     times = process.cpu_times()
                     self._seconds[name] = times.user + times.system
+                except psutil.Error:  # it has ended; one whose supervisor was killed ends after it
+                    del self._processes[name]
 
     def _family(self) -> Iterator[psutil.Process]:
         for role, process in self._run.parts():

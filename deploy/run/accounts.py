@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.common import write_atomically
+from penstock.common import read_jsonl, write_atomically
 from penstock.deploy.config import RunConfig
 from penstock.deploy.costs import CostConfig
+from penstock.deploy.run.processes import END_SUFFIX, EndedProcess
 from penstock.deploy.run.supervisor import SupervisedRole
 from penstock.transfer_queue import (
     ENDED,
@@ -92,22 +93,33 @@ DEVICES = {"rollout": "rollout_s", "trainer": "trainer_s"}
 
 
 class EndReports:
-    """Reports of a head on the processes that it started and that have ended."""
+    """Reports of a head on the processes that it started and that have ended, and on those that outlived their head."""
 
-    def __init__(self, members: Sequence[SupervisedRole]) -> None:
-        self._members = members
+    def __init__(self, members: Sequence[SupervisedRole], logs: Path, *, in_turns: bool = False) -> None:
+        """`in_turns`: servers and trainer use the same devices, and nothing is reported: what one of them did not
+        report may be the other's."""
+        self._members, self._logs, self._in_turns = members, logs, in_turns
         self._unsent: list[UsageReport] = []
 
     async def send(self, queue: TransferQueue) -> None:
         """Report those that have ended since the last call. Raises `QueueError`: the next call tries again."""
+        if self._in_turns:
+            return
         for member in self._members:
             for ended in member.take_ended():
-                if resource := DEVICES.get(member.spec.name.partition("-")[0]):
-                    amounts = {KILLED if ended.was_killed else ENDED: {resource: ended.device_s}}
-                    self._unsent.append(UsageReport(secrets.token_hex(8), f"{member.spec.name} {ended.life}", amounts))
+                self._add(member.spec.name, ended)
+        for file in self._logs.glob(f"*{END_SUFFIX}"):
+            for line in read_jsonl(file):
+                self._add(file.stem, EndedProcess(line["life"], line["device_s"], was_killed=True))
+            file.unlink()
         while self._unsent:
             await queue.report_usage(self._unsent[0])
             del self._unsent[0]
+
+    def _add(self, role: str, ended: EndedProcess) -> None:
+        if resource := DEVICES.get(role.partition("-")[0]):
+            amounts = {KILLED if ended.was_killed else ENDED: {resource: ended.device_s}}
+            self._unsent.append(UsageReport(secrets.token_hex(8), f"{role} {ended.life}", amounts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,8 +65,7 @@ class Reporter:
         status has are an earlier life's."""
         self._unrecorded = ""
         self._accounts = CostAccounts(run.accounts)
-        # Servers and trainer that take turns use the same devices: what one did not report may be the other's.
-        self.ends = EndReports([] if config.placement.in_turns else members)
+        self.ends = EndReports(members, run.logs, in_turns=config.placement.in_turns)
         self.steps_done = 0
         self._bar: Progress | None = None
         if self._console.is_terminal:

@@ -17,20 +17,24 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from penstock.common import (
+    DeviceClock,
     FileLock,
     NotPrivate,
+    append_jsonl,
     die_with_parent,
     frozen_start,
+    life_of_process,
     metrics_token,
     raise_open_files,
     uncollected,
+    visible_devices,
 )
 from penstock.common.device_locks import until_up
 from penstock.common.event_loop import run_users_code
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, archive_of, limits_of
 from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, TORCHRUN_TELLS, TRAINER_STOP_S, trainer_stop_s
-from penstock.deploy.run.processes import RESTARTS_VARIABLE, STOP_FILE_VARIABLE
+from penstock.deploy.run.processes import END_SUFFIX, RESTARTS_VARIABLE, STOP_FILE_VARIABLE
 from penstock.deploy.run.stacks import answer_with_stacks
 from penstock.deploy.run.weights_folder import local_weights_dir, weights_dir, weights_entered
 from penstock.deploy.run_dir import RunDir
@@ -65,7 +69,7 @@ def run_role(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     raise_open_files()
     import uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with _end_noted(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             run_users_code(runner, _until_stopped(main()))
         except FatalError as reason:
@@ -78,6 +82,19 @@ def run_role(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         except (NoSuchRun, QueueUnavailable) as reason:
             logging.getLogger("penstock").error("%s", reason)
             raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def _end_noted() -> Iterator[None]:
+    """Note in a file what this process has used if its head is gone at the end of the block: the next reports it."""
+    head, clock = os.getppid(), DeviceClock(len(visible_devices()))
+    try:
+        yield
+    finally:
+        if os.getppid() != head and (stop_file := os.environ.get(STOP_FILE_VARIABLE)):
+            with contextlib.suppress(OSError):  # a full disk
+                line = {"life": life_of_process(), "device_s": clock.elapsed_s()}
+                append_jsonl(Path(stop_file).with_suffix(END_SUFFIX), [line])
 
 
 class FatalError(Exception):

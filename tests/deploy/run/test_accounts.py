@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.deploy.conftest import RECIPE
 
 from penstock.deploy import ConfigError, limits_of, load_config
-from penstock.deploy.run.accounts import CostAccounts, cost_figures, describe_cost
+from penstock.deploy.run.accounts import CostAccounts, EndReports, cost_figures, describe_cost
 from penstock.testing import MemoryTransferQueue
 from penstock.transfer_queue import ENDED, IDLE, KILLED, SETUP, Fate, LedgerEntry, UsageReport
 
@@ -56,6 +57,22 @@ def test_what_a_process_used_and_did_not_report_is_booked_at_its_end() -> None:
         "rollout_s": {"idle: no task is queued": 1.0, "killed": 2.5, "unfinished": 3.0},
         "trainer_s": {"killed": 4.0, "start and end": 7.0},
     }
+
+
+async def test_what_a_process_used_that_outlived_its_head_is_reported_once(tmp_path: Path) -> None:
+    for role, device_s in (("trainer", 7.0), ("rollout-0", 2.0), ("agent-0", 1.0)):
+        line = {"life": f"a life of {role[0]}", "device_s": device_s}
+        (tmp_path / f"{role}.end").write_text(json.dumps(line) + "\n")
+    queue = MemoryTransferQueue()
+    await EndReports([], tmp_path, in_turns=True).send(queue)
+    reports = EndReports([], tmp_path)
+    for _ in range(2):
+        await reports.send(queue)
+    assert sorted((one.usage.process, one.usage.amounts) for one in await queue.ledger(0) if one.usage) == [
+        ("rollout-0 a life of r", {KILLED: {"rollout_s": 2.0}}),
+        ("trainer a life of t", {KILLED: {"trainer_s": 7.0}}),
+    ]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_report_after_the_end_finds_its_account() -> None:

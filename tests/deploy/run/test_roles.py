@@ -139,6 +139,48 @@ def test_a_second_term_does_not_cut_off_the_first(more: int) -> None:
     assert (rest, role.returncode) == ("saved\n", 0)
 
 
+WORKS = """
+import asyncio, time
+from penstock.deploy.run.roles import run_role
+
+async def main():
+    while time.process_time() < 1.0: pass  # CPU time: load does not change it
+    print("up", flush=True)
+    await asyncio.sleep(600)
+
+run_role(main)
+"""
+HEAD = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+
+
+@pytest.mark.crash
+async def test_a_role_that_outlives_its_head_notes_what_it_used(tmp_path: Path) -> None:
+    more = {
+        "PENSTOCK_SUPERVISED": "1",
+        "PENSTOCK_LIFE": "a life",
+        "PENSTOCK_STOP_FILE": str(tmp_path / "rollout-0.stop"),
+    }
+    argv, env = [sys.executable, "-c", HEAD, sys.executable, "-c", WORKS], {**ENVIRONMENT, **more}
+    with subprocess.Popen(argv, env={**env, "CUDA_VISIBLE_DEVICES": ""}, stdout=subprocess.PIPE, text=True) as head:
+        assert head.stdout is not None
+        assert head.stdout.readline() == "up\n"
+        head.kill()
+        assert head.stdout.read() == ""  # the role has ended
+    (line,) = map(json.loads, (tmp_path / "rollout-0.end").read_text().splitlines())
+    assert line["life"] == "a life"
+    assert line["device_s"] >= 1.0
+
+
+def test_a_role_that_its_head_ends_notes_nothing(tmp_path: Path) -> None:
+    env = {**ENVIRONMENT, "PENSTOCK_SUPERVISED": "1", "PENSTOCK_STOP_FILE": str(tmp_path / "rollout-0.stop")}
+    with subprocess.Popen([sys.executable, "-c", WORKS], env=env, stdout=subprocess.PIPE, text=True) as role:
+        assert role.stdout is not None
+        assert role.stdout.readline() == "up\n"
+        role.terminate()
+    assert role.returncode == 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_heartbeat_lasts_as_long_as_the_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "beat"
     monkeypatch.setattr("penstock.deploy.run.roles.HEARTBEAT_S", 0.01)
