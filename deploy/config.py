@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -321,9 +322,11 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         problem = _yaml_problem(error)
         fix = "close its bracket" if "<stream end>" in problem else "quote text as '\"…\"'"
         raise ConfigError(f"override {override!r}: the value is not valid YAML ({problem}); {fix}") from None
-    if value is None and not text.strip() and SCHEMA.annotation(dotted) is str:
-        value = ""
-    if isinstance(value, str):
+    kind = SCHEMA.annotation(dotted)
+    if kind in (str, str | None):
+        if isinstance(value, int | float | date) or (value is None and not text.strip() and kind is str):
+            value = text.strip()  # YAML reads name=2026-12-01 as a date
+    elif isinstance(value, str):
         with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-6 as a string; people mean the number
             value = float(value)
     _set_key(tree, dotted, value, f"override {override!r}")

@@ -30,6 +30,12 @@ def test_load_config_override_values(recipe: Path) -> None:
     assert config.name == "mine"
 
 
+@pytest.mark.parametrize("name", ["2026-12-01", "20261201", "1e5", "'1e5'", "nan", "true"])
+def test_load_config_override_of_a_text_is_what_was_typed(recipe: Path, name: str) -> None:
+    assert load_config(recipe, [f"name={name}"]).name == name.strip("'")
+    assert load_config(recipe, [f"data.eval={name}", "data.eval=null"]).data.eval is None
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
