@@ -20,6 +20,7 @@ from penstock.dashboard.metrics import advise, column_names, columns, staleness
 from penstock.dashboard.runs import DEFAULT_PARSER, RunFolders, flat
 from penstock.dashboard.trajectories import Query as TrajectoryQuery
 from penstock.dashboard.trajectories import page_record
+from penstock.transfer_queue.redis import redact
 
 LIMITS = ("groups_per_step", "max_staleness", "trainer.steps", "rollout.max_concurrent", "agent.workers")
 
@@ -105,8 +106,9 @@ def run_routes(folders: RunFolders, pulse: Pulse) -> APIRouter:
 def _add_numbers(router: APIRouter, folders: RunFolders, pulse: Pulse) -> None:
     @router.get("/{run}/config")
     def config(run: str) -> dict[str, Any]:
-        """The resolved recipe by dotted keys."""
-        return dict(plain(flat(folders.run(run).config())))
+        """The resolved recipe by dotted keys, without passwords of URLs."""
+        leaves = plain(flat(folders.run(run).config()))
+        return {key: redact(value) if isinstance(value, str) else value for key, value in leaves.items()}
 
     @router.get("/{run}/end")
     def end(run: str) -> dict[str, Any]:

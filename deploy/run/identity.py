@@ -18,6 +18,7 @@ from penstock.common import write_atomically
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import RunIdentity, RunRecord, Status
+from penstock.transfer_queue.redis import redact
 
 
 def identity_of(config: RunConfig, run: RunDir) -> RunIdentity:
@@ -51,7 +52,8 @@ def changed_settings(run: RunDir, config: RunConfig) -> list[str]:
     old, new = (_leaves(yaml.safe_load(text)) for text in (run.config.read_text(), dump_config(config, run.root)))
     keys = (key for key in sorted(old.keys() | new.keys()) if old.get(key, "unset") != new.get(key, "unset"))
     edited = [f"{file}: edited since" for file in run.changed_code(config)]
-    return [*(f"{key}: {old.get(key, 'unset')} → {new.get(key, 'unset')}" for key in keys), *edited]
+    changes = (f"{key}: {old.get(key, 'unset')} → {new.get(key, 'unset')}" for key in keys)
+    return [*map(redact, changes), *edited]  # URLs may have passwords
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -62,3 +62,9 @@ async def test_columns_are_asked_for_by_name(page: httpx.AsyncClient, tmp_path: 
     assert (await page.get("/api/runs/mine/config")).json() == {"trainer.steps": 7}
     (listed,) = (await page.get("/api/runs")).json()
     assert (listed["name"], listed["steps"], listed["steps_planned"], listed["reward"]) == ("mine", 2, 7, 1.0)
+
+
+async def test_a_password_in_the_settings_is_not_on_the_page(page: httpx.AsyncClient, tmp_path: Path) -> None:
+    """A token that may only read would open the queue to writing."""
+    write_config(tmp_path / "mine", "transfer_queue: {url: 'redis://owner:secret@host:6379/0'}\n")
+    assert (await page.get("/api/runs/mine/config")).json() == {"transfer_queue.url": "redis://host:6379/0"}

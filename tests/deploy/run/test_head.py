@@ -114,6 +114,16 @@ async def test_a_launch_is_refused_beside_a_living_head(tmp_path: Path, monkeypa
         await first
 
 
+def test_a_changed_password_is_not_reported(mine: tuple[RunConfig, RunDir]) -> None:
+    config, run = mine
+    before, now = (
+        config.model_copy(update={"transfer_queue": TransferQueueConfig(url=f"redis://:{password}@{host}:1")})
+        for password, host in (("secret", "a"), ("newer", "b"))
+    )
+    run.write_config(before)
+    assert changed_settings(run, now) == ["transfer_queue.url: redis://a:1 → redis://b:1"]
+
+
 async def test_a_head_that_died_here_is_replaced_at_once(queue: MemoryTransferQueue) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", NAMES_ITSELF], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
