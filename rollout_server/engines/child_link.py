@@ -106,8 +106,8 @@ class Link:
                         call = self._calls.get(message["call"])
                         if call is not None and not call.done():
                             call.set_result(message)
-        except OSError:
-            pass  # a reset connection is a dead engine, like an ended one
+        except (OSError, ValueError):
+            pass  # a dead engine, like one that closed the connection: it was reset, or a message was cut short
         finally:
             self.is_open = False
         await self._reap()
