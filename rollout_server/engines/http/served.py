@@ -17,7 +17,6 @@ from typing import Any
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
-from pydantic import ValidationError
 
 from penstock.rollout_server.config import RolloutConfig
 from penstock.rollout_server.engines.checkpoint import vocab_size
@@ -211,14 +210,8 @@ def _choices_of(url: str, event: dict[str, Any]) -> Iterator[Chunk]:
 def _chunk(url: str, line: bytes) -> Chunk:
     """The chunk of one line of a rollout server. Raises `EngineError`."""
     try:
+        if error := json.loads(line).get("error"):
+            raise EngineError(f"{url}/generate: {error.get('message', error)}")
         return Chunk.model_validate_json(line)
-    except ValidationError:
-        raise EngineError(f"{url}/generate: {_error_in(line)}") from None
-
-
-def _error_in(line: bytes) -> Any:
-    """The server's error; the line itself if it has none."""
-    try:
-        return json.loads(line)["error"]
-    except (LookupError, TypeError, ValueError):
-        return line[:500]
+    except (AttributeError, ValueError):
+        raise EngineError(f"{url}/generate sent a line of another form than expected: {line[:500]!r}") from None

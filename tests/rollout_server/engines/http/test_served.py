@@ -33,12 +33,16 @@ def model(tmp_path: Path) -> str:
 
 
 @asynccontextmanager
-async def completions(complete: Answer, listed: Any = None) -> AsyncIterator[str]:
+async def completions(complete: Answer, listed: Any = None, generate: Answer | None = None) -> AsyncIterator[str]:
+    """`generate`: the route of a rollout server of ours."""
+
     async def models(request: web.Request) -> web.Response:
         return web.json_response(listed or {"data": [{"id": "theirs", "max_model_len": 100}]})
 
     app = web.Application()
     app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
+    if generate is not None:
+        app.add_routes([web.post("/generate", generate)])
     async with TestServer(app) as server:
         yield str(server.make_url("/"))
 
@@ -146,6 +150,34 @@ class Crowd:
         await self.go.wait()
         await response.write(f"data: {json.dumps(choice([9], 'stop'))}\n\n".encode())
         return response
+
+
+@pytest.mark.parametrize(
+    ("last", "cause"),
+    [
+        (b'{"error": {"field": "deadline_s", "message": "the answer was not whole in 3 s"}}', "not whole in 3 s"),
+        (b'{"token_ids": "none"}', "another form than expected"),
+        (b"[1, 2]", "another form than expected"),
+        (b'{"token_ids": [5], "logpr', "another form than expected"),
+    ],
+)
+async def test_an_answer_that_a_rollout_server_breaks_off_is_told_with_its_cause(
+    model: str, tmp_path: Path, last: bytes, cause: str
+) -> None:
+    async def generate(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        whole = (await request.json())["sampling"]["max_new_tokens"] == 1
+        first = Chunk(
+            token_ids=[5], logprobs=[-0.5], version_spans=[(0, 0, 1)], finish_reason="length" if whole else None
+        )
+        await response.write(first.model_dump_json().encode() + b"\n" + (b"" if whole else last + b"\n"))
+        return response
+
+    listed = {"data": [{"id": "ours", "owned_by": "penstock", "max_model_len": 100}]}
+    async with completions(probe_or(generate), listed, generate) as url, started(url, model, tmp_path) as engine:
+        with pytest.raises(EngineError, match=cause):
+            await answer_of(engine, [1], 8)
 
 
 async def test_health_waits_for_no_answer(model: str, tmp_path: Path) -> None:
