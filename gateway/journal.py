@@ -30,7 +30,7 @@ from penstock.gateway.wire.reader import Detokenizer, read_answer
 from penstock.gateway.wire.responses import response_body
 from penstock.gateway.wire.types import AnswerHead, Api, Choice, CompletionRequest, EngineFinish
 from penstock.rollout_server import Generation
-from penstock.transfer_queue import JournalEntry, JournalKind, Lease, QueueError
+from penstock.transfer_queue import JournalEntry, JournalKind, Lease
 
 ANSWER = "answer"
 """Key in an entry's data: the entry is an answer of a recorded episode."""
@@ -195,7 +195,7 @@ class SessionJournal:
             turn = Turn(call.head.answer_id, match, choice, note["asked"], call.head.created_s, note["echo"])
             try:
                 await self._journal.append(to_entry(generation, match.context_key, note))
-            except QueueError:
+            except BaseException:  # a cancelled one too may be in the queue
                 self.unsure = True
                 raise
             self._bodies.keep(note["bodies"])

@@ -481,3 +481,26 @@ async def test_prompt_that_opens_the_thinking_makes_the_answer_begin_with_it(mak
         messages += [said, USER]
     (segment,) = (await bench.trajectory(episode)).segments
     assert segment.num_turns == 2
+
+
+async def test_an_answer_whose_writing_is_cancelled_is_found_again_and_counts_once(make_bench, monkeypatch):
+    bench = await make_bench("It is 46.", "It is 47.")
+    episode = await bench.open()
+    journal, written = bench.queue.journal, asyncio.Event()
+
+    async def never_acknowledged(*entry):
+        await journal(*entry)
+        written.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(bench.queue, "journal", never_acknowledged)
+    call = await episode.answer(asked())
+    await written.wait()
+    call.task.cancel()
+    with pytest.raises(NotNow):
+        await call.whole()
+    monkeypatch.undo()
+    choice = await say(episode, retried=True)
+    assert choice.content == "It is 46."
+    (segment,) = (await bench.trajectory(episode)).segments
+    assert sampled(segment) == list(choice.token_ids)
