@@ -192,8 +192,10 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
     @torch.inference_mode()
     def _receive(self) -> None:
         """Moves new requests to the waiting ones and drops cancelled ones."""
-        # Read before what arrived: a request is added before it is cancelled, so none is overlooked.
-        cancelled, self._any_cancelled = self._any_cancelled, False
+        # Read before what arrived: a request is added before it is cancelled, so none is overlooked. Written only if it
+        # is set: the event loop may set it between the two.
+        if cancelled := self._any_cancelled:
+            self._any_cancelled = False
         while self._arrived:
             self._waiting.append(self._arrived.popleft())
         if cancelled:
