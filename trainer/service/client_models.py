@@ -108,7 +108,7 @@ class ClientModels:
         adapter = self._engine.policy.adapter
         assert adapter is not None
         if folder is not None:
-            self._place.put(_without_training(AdapterState.read(folder / STATE)))
+            self._place.put(_without_training(_state_in(folder)))
         with adapter.off() if folder is None else nullcontext():
             packs = self._packs(data)
             scored = self._engine.score(packs)
@@ -120,14 +120,16 @@ class ClientModels:
 
     def peft_of(self, folder: Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(peft's settings, weights by peft's names) of a saved adapter; for None of one that changes nothing. Not in
-        the torch thread."""
+        the torch thread. Raises `BadRequestData` for damaged files, `OSError`."""
         if folder is None:
             settings = self._engine.adapter_settings
             assert settings is not None
             return {**settings, "r": 1}, self._place.new(1, 0, attention=False, mlp=False).weights
         from safetensors.torch import load_file
 
-        return json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")
+        with _damage_named(folder):
+            weights = load_file(folder / "adapter_model.safetensors")
+        return json.loads((folder / "adapter_config.json").read_text()), weights
 
     # checkpoints ---------------------------------------------------------------------------------------------------
     def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> int:
@@ -147,7 +149,7 @@ class ClientModels:
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         """The model's adapter is that of `folder`, with fresh moments unless `with_optimizer`; its gradients are
         dropped. Raises `BadRequestData`, `OSError`."""
-        state = AdapterState.read(folder / STATE)
+        state = _state_in(folder)
         known = self._states.get(model_id)
         if state.rank > self._place.most or (known is not None and known.rank != state.rank):
             rank = known.rank if known is not None else self._place.most
@@ -230,6 +232,21 @@ def _failure_named(folder: Path, *, removes: bool) -> Iterator[None]:
         if isinstance(failure, NotSaved):
             raise failure from error
         raise
+
+
+@contextmanager
+def _damage_named(folder: Path) -> Iterator[None]:
+    """Raises `BadRequestData` for a damaged file: that request fails, and not each trainer that runs it again."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise BadRequestData(f"the files of {folder.name} are damaged: {error}") from error
+
+
+def _state_in(folder: Path) -> AdapterState:
+    """Raises `BadRequestData` for a damaged file, `OSError`."""
+    with _damage_named(folder):
+        return AdapterState.read(folder / STATE)
 
 
 def _without_training(state: AdapterState) -> AdapterState:

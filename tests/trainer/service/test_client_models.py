@@ -118,6 +118,21 @@ def test_a_checkpoint_is_loaded_with_its_moments_or_without(models: ClientModels
     assert a != fresh
 
 
+def test_a_damaged_checkpoint_fails_its_requests_alone(models: ClientModels, tmp_path: Path) -> None:
+    models.create("a", 4, seed=1)
+    models.save("a", tmp_path / "saved", with_optimizer=True)
+    for file in (tmp_path / "saved").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-9])
+    for use in (
+        lambda: models.load("a", tmp_path / "saved", with_optimizer=True),
+        lambda: models.score([DATA[0].ids], tmp_path / "saved"),
+        lambda: models.peft_of(tmp_path / "saved"),
+    ):
+        with pytest.raises(BadRequestData, match="saved are damaged"):
+            use()
+    assert models.forward("a", DATA, NLL, backward=False).loss > 0
+
+
 def test_modules_that_a_model_leaves_out_stay_as_they_are(models: ClientModels, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
