@@ -71,6 +71,8 @@ class SampleRunner:
         )
         self._mounted: str | None = UNMOUNTED
         """Folder of the servers' adapter; None: the base model."""
+        self._mounted_files: tuple[int, int] | None = None
+        """Stamp of its file when it was read."""
         self._version = 0
         self._mounted_at = 0.0
         self._waiting: dict[str | None, list[Waiting]] = {}
@@ -126,7 +128,7 @@ class SampleRunner:
         return self._mounted if stays else next_adapter(others, self._turns)
 
     async def _serve(self, folder: str | None) -> None:
-        if folder != self._mounted:
+        if not self._is_mounted(folder):
             if self._tasks:
                 await asyncio.wait(self._tasks)
             try:
@@ -148,25 +150,50 @@ class SampleRunner:
             self._tasks[task] = request.owner
             task.add_done_callback(self._tasks.pop)
 
+    def _is_mounted(self, folder: str | None) -> bool:
+        """Returns True if the servers have this adapter as it is now: a save under its name replaces it."""
+        return folder == self._mounted and self._files_of(folder) in (None, self._mounted_files)
+
+    def _files_of(self, folder: str | None) -> tuple[int, int] | None:
+        """A stamp that each save changes; None for the base model, and for an adapter that was deleted."""
+        try:
+            file = None if folder is None else (self._job.folder / folder / "adapter_model.safetensors").stat()
+        except OSError:
+            return None
+        return file and (file.st_ino, file.st_mtime_ns)
+
     async def _mount(self, folder: str | None) -> None:
         """Raises `OSError`, `ValueError` for an adapter that cannot be read, `TimeoutError`."""
         self._mounted, began = UNMOUNTED, time.monotonic()
+        stamp = self._files_of(folder)
         path = None if folder is None else self._job.folder / folder
         settings, weights = await asyncio.to_thread(self._models.peft_of, path)
         version = (await self._queue.status()).version + 1
         manifest = await asyncio.to_thread(self._files.write_adapter, version, weights.items(), settings)
         if not await self._queue.announce_sampler(Announcement(version, manifest.as_dict())):
             raise ValueError("another trainer has announced weights meanwhile")
-        async with asyncio.timeout(MOUNT_S):
-            while True:
-                servers = await self._queue.servers()
-                if refused := [one.refusal for one in servers if one.refused == version]:
-                    raise ValueError(refused[0])
-                if any(one.accepting for one in servers) and all(one.version == version for one in servers):
-                    break
-                await asyncio.sleep(POLL_S)
+        await self._until_served(version, began + MOUNT_S)
         self._mounted, self._version, self._mounted_at = folder, version, time.monotonic()
+        self._mounted_files = stamp
         self._job.metrics.mount_s.observe(self._mounted_at - began)
+
+    async def _until_served(self, version: int, deadline: float) -> None:
+        """Returns when all servers that take requests have `version`: one that starts loads it before it takes any.
+
+        Raises `ValueError` with a refusal, `TimeoutError` with the servers that are late.
+        """
+        while True:
+            servers = await self._queue.servers()
+            if refused := [one.refusal for one in servers if one.refused == version]:
+                raise ValueError(refused[0])
+            accepting = [one for one in servers if one.accepting]
+            late = [one.server_id for one in accepting if one.version != version]
+            if accepting and not late:
+                return
+            if time.monotonic() > deadline:
+                names = ", ".join(late) or "any rollout server"
+                raise TimeoutError(f"not loaded by {names} within {MOUNT_S:g} s")
+            await asyncio.sleep(POLL_S)
 
     # one sample ----------------------------------------------------------------------------------------------------
     async def _answer(self, request_id: str, request: ClientRequest, call: Sample, folder: str | None) -> None:
