@@ -213,6 +213,9 @@ class SampleRunner:
         except (EngineError, OSError) as error:
             logger.warning("sample %s: %s", request_id, error)
             result = failed(str(error), "server")
+        except Exception as error:  # the request would stay open, and its client would wait for it
+            logger.exception("sample %s", request_id)
+            result = failed(f"{type(error).__name__} in the server", "server")
         metrics.ended(request, outcome_of(result), began)
         await self._finish(request_id, result)
 
