@@ -187,6 +187,22 @@ def test_an_update_waits_for_the_checkpoint_that_is_written_from_its_states(
         torch.testing.assert_close(tensor, expected[name], atol=0, rtol=0, msg=name)
 
 
+@pytest.mark.parametrize("offload", [False, "optimizer"])
+def test_a_checkpoint_before_the_first_update_changes_no_update(
+    offload: bool | str, tiny_model: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    config, pack = TrainerConfig(lr=1e-2, dtype="float32", offload=offload), one_pack(60, vocab=64)
+    plain, saving, resumed = (FSDPEngine(tiny_model, config, ranks) for _ in "123")
+    saving.begin_save(tmp_path).result()
+    resumed.load(tmp_path, 1)
+    for engine in (plain, saving, resumed):
+        engine.update([pack], lambda pack, outputs: -outputs.logprobs.sum(), 52.0, 0)
+    expected = dict(plain.weights(torch.float32))
+    for engine in (saving, resumed):
+        for name, tensor in engine.weights(torch.float32):
+            torch.testing.assert_close(tensor, expected[name], atol=0, rtol=0, msg=name)
+
+
 def test_bfloat16_has_masters_and_moments_in_float32(tiny_model: str, ranks: Ranks) -> None:
     _, expected = trained(tiny_model, ranks)
     engine, found = trained(tiny_model, ranks, dtype="bfloat16")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from penstock.rollout_server import context_length
@@ -291,14 +291,25 @@ def refuse_beside_images(model: str, config: TrainerConfig) -> None:
 def _model_state(engine: FSDPEngine, *, on_host: bool = False) -> dict[str, Any]:
     """`on_host`: what is on a device is copied; what is on the host is given as it is either way."""
     options = StateDictOptions(cpu_offload=on_host)
-    model, optimizer = get_state_dict(engine.policy, engine.optimizer, options=options)
+    model, optimizer = _states_of(engine.policy, engine.optimizer, options)
     if engine.adapter_settings is not None:  # all but its matrices is in the run's model folder
         learning = {name for name, parameter in engine.policy.named_parameters() if parameter.requires_grad}
         model = {name: value for name, value in model.items() if name in learning}
     state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     state["kl_coefficient"] = torch.tensor(engine.kl_coefficient, dtype=torch.float64)
     if engine.critic is not None:
-        state["critic"], state["critic_optimizer"] = get_state_dict(
-            engine.critic.module, engine.critic.optimizer, options=options
-        )
+        state["critic"], state["critic_optimizer"] = _states_of(engine.critic.module, engine.critic.optimizer, options)
     return state
+
+
+def _states_of(
+    module: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the states of both. Before the first update torch makes the moments by one with gradients of 0; it must
+    not count as a step, or the first real one would be corrected as the second."""
+    is_new = not optimizer.state
+    weights, moments = get_state_dict(module, optimizer, options=options)
+    if is_new:
+        for one in (*optimizer.state.values(), *moments["state"].values()):
+            one["step"].zero_()
+    return weights, moments
