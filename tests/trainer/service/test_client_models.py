@@ -133,6 +133,40 @@ def test_a_damaged_checkpoint_fails_its_requests_alone(models: ClientModels, tmp
     assert models.forward("a", DATA, NLL, backward=False).loss > 0
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_request_that_fails_midway_leaves_weights_and_moments(
+    tiny_model: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, *, backward: bool
+) -> None:
+    config = CONFIG.model_copy(update={"dtype": "bfloat16"})
+    models, others = (ClientModels(tiny_model, config, ranks) for _ in "12")
+    for each in (models, others):
+        each.create("a", 4, seed=1)
+        train(each, "a", DATA)
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            if not backward:
+                raise RuntimeError("out of memory")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            raise RuntimeError("out of memory")
+
+    layer = models._engine.policy.model.model.layers[1].mlp
+    with monkeypatch.context() as patch:
+        plain = layer.forward
+        patch.setattr(layer, "forward", lambda x: Failing.apply(plain(x)))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            models.forward("a", DATA, NLL, backward=True)
+    models.drop_gradients("a")
+    for each in (models, others):
+        train(each, "a", DATA)
+    mine, other = (each.forward("a", DATA, NLL, backward=False) for each in (models, others))
+    assert mine.loss == other.loss
+
+
 def test_modules_that_a_model_leaves_out_stay_as_they_are(models: ClientModels, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

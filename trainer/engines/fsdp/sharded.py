@@ -42,7 +42,7 @@ from penstock.trainer.job import BadJob
 from penstock.trainer.packing import Pack, empty_pack
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.ranks.layout import RankLayout
-from penstock.trainer.ranks.preemption import Preemption, StepAbandoned
+from penstock.trainer.ranks.preemption import Preemption
 
 
 class ShardedModule:
@@ -61,8 +61,17 @@ class ShardedModule:
         """Return the module's outputs for each pack, without gradient."""
         try:
             return [self.module(pack.to(self._ranks.device)) for pack, _ in self._in_step(packs)][: len(packs)]
+        except BaseException:
+            self._break_off()
+            raise
         finally:
             self.reshard()
+
+    def _break_off(self) -> None:
+        """Leave the forward or backward that has failed: FSDP would stay in the middle of it, and the next one compute
+        other numbers without an error. For a lone rank: of several, none continues."""
+        if self._ranks.world == 1 and isinstance(self.module, FSDPModule):
+            self.module._get_fsdp_state()._root_post_backward_final_callback()
 
     def reshard(self) -> None:
         """Make the masters readable again. With one shard only, a forward leaves the weights in the type that it
@@ -127,11 +136,12 @@ class TrainableModule(ShardedModule):
         """Gradients of sum(loss) / `divisor` over all packs of all ranks; returns the loss over all ranks.
 
         A rank whose loss is not finite goes through every backward like the others: each is a collective. Where the
-        step is given up no gradient is left.
+        step is given up or fails no gradient is left.
         """
         try:
             return self._accumulate(packs, loss, divisor)
-        except StepAbandoned:
+        except BaseException:
+            self._break_off()
             self.optimizer.zero_grad(set_to_none=True)
             self.reshard()
             raise
