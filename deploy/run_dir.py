@@ -15,8 +15,9 @@ from types import TracebackType
 from penstock.common import FileLock, process_has_ended, write_atomically
 from penstock.common.registry import near_and_known
 from penstock.deploy.config import CODE, RUN_FILE, ConfigError, RunConfig, code_files, dump_config
-from penstock.deploy.run.processes import END_SUFFIX
 
+END_SUFFIX = ".end"
+"""Suffix of the file, next to a role's log, with what its processes have used whose head had died before them."""
 HEAD_LINE = "# head: "
 """Prefix in connect.env of the `process_identity` of the `penstock run` that wrote it."""
 

@@ -25,8 +25,9 @@ from typing import Any
 from penstock.common import read_jsonl, write_atomically
 from penstock.deploy.config import RunConfig
 from penstock.deploy.costs import CostConfig
-from penstock.deploy.run.processes import END_SUFFIX, EndedProcess
+from penstock.deploy.run.processes import EndedProcess
 from penstock.deploy.run.supervisor import SupervisedRole
+from penstock.deploy.run_dir import END_SUFFIX
 from penstock.transfer_queue import (
     ENDED,
     IDLE,

@@ -29,8 +29,6 @@ RESTARTS_VARIABLE = "PENSTOCK_RESTARTS"
 """Variable with the number of restarts of the role; an agent worker then begins with fewer episodes."""
 STOP_FILE_VARIABLE = "PENSTOCK_STOP_FILE"
 """File in which a role writes why it must not be restarted, before it exits."""
-END_SUFFIX = ".end"
-"""Suffix of the file, next to a role's log, with what its processes have used whose head had died before them."""
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,10 @@ from penstock.common.event_loop import run_users_code
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, archive_of, limits_of
 from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, TORCHRUN_TELLS, TRAINER_STOP_S, trainer_stop_s
-from penstock.deploy.run.processes import END_SUFFIX, RESTARTS_VARIABLE, STOP_FILE_VARIABLE
+from penstock.deploy.run.processes import RESTARTS_VARIABLE, STOP_FILE_VARIABLE
 from penstock.deploy.run.stacks import answer_with_stacks
 from penstock.deploy.run.weights_folder import local_weights_dir, weights_dir, weights_entered
-from penstock.deploy.run_dir import RunDir
+from penstock.deploy.run_dir import END_SUFFIX, RunDir
 from penstock.deploy.telemetry.metrics import MetricsTarget, metrics_served, with_spans
 from penstock.sandbox import SandboxConfig
 from penstock.transfer_queue import NoSuchRun, OverBudget, QueueUnavailable, RunContext, TransferQueue, TurnSettings

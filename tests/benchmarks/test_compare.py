@@ -30,7 +30,6 @@ from benchmarks.support.grpo_plan import GrpoPlan, GrpoStep, TrlJob, goal_reache
 from benchmarks.support.trl_place import FOLDER, trl_environment
 from penstock.agent_loops.chat import chat_of
 from penstock.deploy import app
-from penstock.deploy.pretrained import find_fetched
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
 from penstock.trainer import learning_rate
@@ -168,9 +167,10 @@ print(json.dumps(trainer._get_tool_suffix_ids([{"role": "tool", "name": "python"
 @pytest.mark.torch
 @pytest.mark.skipif(not HAS_TRL, reason="TRL is not there: scripts/setup-trl")
 def test_trl_reads_the_prompts_of_a_task_without_a_tool(tmp_path: Path) -> None:
-    if (model := find_fetched("smollm2-135m")) is None:
+    task = sums("smollm2-135m")
+    if not Path(task.config([], 0, 1, tmp_path)[0].model).is_dir():
         pytest.skip("SmolLM2 is not there: penstock model fetch smollm2-135m")
-    job = TrlProgram(TRL, sums(str(model)), str(FOLDER), boxed=True, steps=5, timeout_s=60.0).job(0, tmp_path)
+    job = TrlProgram(TRL, task, str(FOLDER), boxed=True, steps=5, timeout_s=60.0).job(0, tmp_path)
     beside_trl(TOKENS.partition("print(")[0], job, tmp_path)
 
 
