@@ -308,8 +308,8 @@ def _states_of(
     """Return the states of both. Before the first update torch makes the moments by one with gradients of 0; it must
     not count as a step, or the first real one would be corrected as the second."""
     is_new = not optimizer.state
-    weights, moments = get_state_dict(module, optimizer, options=options)
+    states: tuple[dict[str, Any], dict[str, Any]] = get_state_dict(module, optimizer, options=options)
     if is_new:
-        for one in (*optimizer.state.values(), *moments["state"].values()):
+        for one in (*optimizer.state.values(), *states[1]["state"].values()):
             one["step"].zero_()
-    return weights, moments
+    return states
