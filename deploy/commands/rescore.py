@@ -115,6 +115,6 @@ async def _store(replay: ReplayJob, config: RunConfig, reward: RewardFunction, c
         before += sum(one.reward or 0.0 for one in old)
         after += sum(one.reward or 0.0 for one in new)
         changed += sum(one.reward != other.reward for one, other in zip(old, new, strict=True))
-    own.commit(replay.last, batches)
+    own.commit(replay.last, batches, oldest=replay.first)  # training reads all of them next
     count = sum(map(len, episodes.values()))
     print(f"{changed} of {count} episodes have another reward: {before / count:.4g} before, {after / count:.4g} now")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.deploy.archived import episode
@@ -10,6 +12,8 @@ from typer.testing import CliRunner
 
 from penstock.deploy import ConfigError, app
 from penstock.deploy.commands.replay import episodes_named
+from penstock.deploy.commands.rescore import _store
+from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import Archive
 
 pytestmark = pytest.mark.torch
@@ -46,3 +50,26 @@ def test_without_names_steps_and_episodes_of_the_stretch(tmp_path: Path) -> None
     for stranger in ("3", "train/1#2", "train/2#0"):
         with pytest.raises(ConfigError, match=f"--without {stranger}: no step from 0 to 1"):
             episodes_named(archive, 0, 2, [stranger])
+
+
+async def test_rescored_batches_stay_on_a_disk_that_is_nearly_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound of a run's archive would delete the batches that training needs next."""
+    archive = Archive(tmp_path / "archive", "mine", 1 << 30)
+    groups = {step: [[f"train/{step}#0"]] for step in range(3)}
+    for step, ((name,),) in groups.items():
+        archive.append(step, [episode(name, 1.0, step)])
+    archive.commit(3, groups)
+    job = SimpleNamespace(run_dir=tmp_path / "rescored")
+    replay: Any = SimpleNamespace(archive=archive, first=0, last=3, job=job)
+    config: Any = SimpleNamespace(data=None, seed=0, agent=SimpleNamespace(concurrency=1))
+
+    async def scored(trajectories: Any, *_: Any) -> Any:
+        return trajectories
+
+    monkeypatch.setattr("penstock.agent_loops.rescored", scored)
+    monkeypatch.setattr("penstock.trainer.tasks_again", lambda *_: {})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    await _store(replay, config, None, None)  # type: ignore[arg-type]
+    assert Archive(RunDir(job.run_dir).archive).batches(0, 3) == groups
