@@ -42,7 +42,7 @@ from penstock.common import Backoff, cancel_and_wait, frozen_start, uncollected
 from penstock.sandbox import Sandbox, SandboxConfig, SandboxError, make_sandbox
 from penstock.sandbox.managed import follow_costs
 from penstock.tools import ToolConfig, close_tools, configs_of, make_tools, need_sandbox
-from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, RunContext
+from penstock.transfer_queue import Lease, LeaseLost, Outcome, OutcomeKind, QueueError, QueueUnavailable, RunContext
 
 BACKOFF = Backoff(0.05, 0.2, factor=1.5, jitter=(0.75, 1.25))
 """Pauses while the queue admits nothing."""
@@ -339,6 +339,8 @@ class RunningEpisodes:
             return
         except QueueError as error:
             outcome = Outcome(OutcomeKind.INFRA_ERROR, str(error), "queue")
+            if isinstance(error, QueueUnavailable):  # a store without memory refuses a journal, and takes a lease back
+                await self._hand_back(lease)
         except Exception as error:
             log.exception("episode %s failed in the worker itself", lease.episode_id)
             outcome = Outcome(OutcomeKind.INFRA_ERROR, repr(error), "worker")

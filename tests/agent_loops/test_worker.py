@@ -191,6 +191,27 @@ async def test_a_queue_that_is_gone_ends_the_worker(worker_of, queue_of, calling
         await worker_of(queue, FakeClient(calling_policy())).run()
 
 
+async def test_an_episode_that_a_full_queue_refuses_is_handed_back(worker_of, queue_of, tasks_of, calling_policy):
+    """A store without memory refuses journals and takes leases back. Lost four times, an episode is a dead letter."""
+    from penstock.transfer_queue import QueueUnavailable
+
+    queue, refusals = queue_of(tasks_of(1)), 5
+    journal = queue.journal
+
+    async def full(lease, entry, position):
+        nonlocal refusals
+        if refusals:
+            refusals -= 1
+            raise QueueUnavailable("journal: no answer from redis for 60 s: OOM")
+        await journal(lease, entry, position)
+
+    queue.journal = full
+    async with running(worker_of(queue, FakeClient(calling_policy(turns=0)))):
+        await until(lambda: queue.done)
+    assert queue.released == ["train/00000000"] * 5
+    assert queue.members["train/00000000"].lost_by == []
+
+
 def test_importing_the_worker_imports_no_torch():
     code = "import sys, penstock.agent_loops.worker; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, timeout=60)
