@@ -97,6 +97,13 @@ def test_attempts_of_a_dead_letter_and_of_the_unfinished_are_theirs() -> None:
     assert sums == {"tokens": {"dead letter": 6, "unfinished": 4}}
 
 
+def test_what_rounds_to_nothing_has_no_account() -> None:
+    """Shares of such a resource, in the last lines of a run, would be parts of 0."""
+    assert accounts_of(used(1, {IDLE: {"rollout_s": 4e-4}, "train/0#0": {"tokens": 2, "box_s": 1e-4}})) == {
+        "tokens": {"unfinished": 2}
+    }
+
+
 def test_what_is_of_no_training_episode_has_an_account_too() -> None:
     server = used(1, {IDLE: {"rollout_s": 2.0}, SETUP: {"rollout_s": 5.0}, "eval/4/0001#0": {"tokens": 8}})
     trainer = used(2, {IDLE: {"trainer_s": 3.0}}, "trainer-0 7")
