@@ -33,11 +33,11 @@ class JsonClient:
         params: Mapping[str, str] | None = None,
         most_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """The answer's JSON, of which `most_bytes` are read.
+        """The answer's JSON, which has less than `most_bytes`.
 
         Raises:
             ToolUnavailable: not reached, no answer in time, or busy: asking again may help.
-            ToolInfraError: refused (the status and the beginning of the answer are named), or no JSON.
+            ToolInfraError: refused (the status and the beginning of the answer are named), too long, or no JSON.
         """
         # A model's text may hold lone surrogates and a row NaN, which httpx's own encoders refuse.
         content = None if body is None else json.dumps(body).encode("ascii")
@@ -57,6 +57,8 @@ class JsonClient:
                         break
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
             raise ToolUnavailable(self._component, f"{url}: {type(error).__name__}: {error}") from error
+        if answer.status_code == 200 and len(data) == most_bytes:
+            raise ToolInfraError(self._component, f"{url}: the answer has {most_bytes} bytes or more: ask for less")
         return self._to_json(url, answer.status_code, data, answer.headers.get("Retry-After"))
 
     async def close(self) -> None:

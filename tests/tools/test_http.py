@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI, Request
 
-from penstock.tools import JsonClient
+from penstock.tools import JsonClient, ToolInfraError
 
 
 async def test_http_sends_lone_surrogates_and_nan(serve: Any) -> None:
@@ -32,6 +32,20 @@ async def test_http_sends_lone_surrogates_and_nan(serve: Any) -> None:
         ("application/json", b'{"text": "half \\ud800", "score": NaN}', None),
         (None, b"", "half ?"),
     ]
+
+
+async def test_http_an_answer_that_is_too_long_is_called_so(serve: Any) -> None:
+    app = FastAPI()
+
+    @app.get("/")
+    async def answer() -> list[int]:
+        return [1] * 100
+
+    client, url = JsonClient("search"), f"{await serve(app)}/"
+    assert len(await client.ask("GET", url, headers={}, most_bytes=1000)) == 100
+    with pytest.raises(ToolInfraError, match="100 bytes or more"):  # and not: no JSON
+        await client.ask("GET", url, headers={}, most_bytes=100)
+    await client.close()
 
 
 async def test_http_trusts_the_authorities_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
