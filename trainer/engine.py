@@ -70,7 +70,8 @@ class Engine(Protocol):
         """The layout of a pack's rows."""
 
     def take_router_loads(self) -> RouterLoads | None:
-        """Return this rank's loads of the updates since the last call; None if no experts are counted."""
+        """Return the loads of the updates since the last call, of all ranks of this replica; None if no experts are
+        counted."""
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         """Logprobs [N] of each pack under the present weights, without gradient."""

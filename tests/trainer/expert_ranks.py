@@ -108,9 +108,10 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
     computed = sum(len(pack.ids) for pack in packs)
     scored = [values.tolist() for values in engine.score(packs)]
     gradients: dict[str, Tensor] = {}
-    norms, exchanged = [], []
+    norms, exchanged, learned = [], [], 0
     for step in range(first, first + case["steps"]):
         packs = packs_of(step, engine, ranks)
+        learned += sum(len(pack.ids) for pack in packs)
         with exchanged_bytes() as counted:
             loss = engine.accumulate(packs, lambda _, outputs: -outputs.logprobs.sum(), trained_tokens())
         exchanged.append(sum(counted))
@@ -122,6 +123,8 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
     if engine.adapter_settings is None:
         check_stream(own, engine, ranks, {n: t.contiguous() for n, t in engine.weights(torch.float32)})
     report = {"scored": scored if ranks.is_replica_leader else [], "exchanged": exchanged[0], "computed": computed}
+    loads = engine.take_router_loads()
+    report |= {"learned": learned, "routed": [] if loads is None else [float(one.tokens[0]) for one in loads.layers]}
     (own / f"rank_{ranks.rank}.json").write_text(json.dumps(report))
     if ranks.is_rank0:
         store.seal(first + case["steps"], DataCursor(), ranks.world, {})

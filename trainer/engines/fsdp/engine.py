@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -113,8 +114,12 @@ class FSDPEngine:
         routers = self.policy.routers
         if routers is None:
             return None
+        loads, context = routers.take_load(), self.policy.context
+        for load in loads if context is not None else ():  # each of its ranks has counted its own tokens
+            for part in (load.chosen, load.probability, load.tokens):
+                dist.all_reduce(part, group=context.group)
         config = self.policy.model.config.get_text_config()
-        return RouterLoads(routers.take_load(), getattr(config, "router_aux_loss_coef", None) is not None)
+        return RouterLoads(loads, getattr(config, "router_aux_loss_coef", None) is not None)
 
     def score(self, packs: Sequence[Pack]) -> list[Tensor]:
         return [outputs.logprobs.cpu() for outputs in self._actor.score([pack.without_tops for pack in packs])]

@@ -66,6 +66,9 @@ def test_two_ranks_share_out_experts_and_give_one_ranks_results(models: dict[str
     launch(tmp_path, 2, {kind: case(models[kind], {"parallel": layout}) for kind, layout in parallel.items()})
     for kind in parallel:
         assert_equal(plain(models[kind]), tmp_path / kind)
+        for report in reports(tmp_path / kind):  # of the replica's tokens, also where two ranks share them out
+            assert report["routed"], kind
+            assert report["routed"] == pytest.approx([report["learned"]] * len(report["routed"]), rel=0.1)
     # Dispatch and combine of the forward and of the backward, k rows of float32 per token and layer with experts.
     of_ranks = reports(tmp_path / "Qwen3Moe")
     exchanged = 4 * 2 * PER_TOKEN * HIDDEN * 4 * sum(report["computed"] for report in of_ranks)
