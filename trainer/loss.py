@@ -124,7 +124,8 @@ class Objective:
         if pack.reference is not None:
             difference = outputs.logprobs[pack.mask] - pack.reference[pack.mask]
             metrics["kl_reference"] = ESTIMATORS[self._config.kl.estimator](difference)
-            total = total + self._config.kl.in_loss * metrics["kl_reference"]
+            if self._config.kl.in_loss:  # 0 · inf would spoil the loss of a step that has the KL in its rewards
+                total = total + self._config.kl.in_loss * metrics["kl_reference"]
         if pack.teacher is not None:
             total = total + self._teacher_loss(pack, outputs, corrected, metrics)
         if outputs.entropy is not None:

@@ -110,6 +110,13 @@ def test_objective_adds_the_reference_and_takes_the_entropy(ranks: Ranks) -> Non
     assert found.mean("policy/entropy") == 3.0
 
 
+def test_objective_without_the_reference_in_the_loss_has_nothing_of_it(ranks: Ranks) -> None:
+    settings: dict[str, Any] = {**MASKED, "kl": {"in_reward": 0.1}}
+    expected, slopes, _ = objective(pack_of(), ranks, **settings)
+    # k3 of −102 is beyond float32.
+    assert objective(pack_of(reference=torch.full((6,), 100.0)), ranks, **settings)[:2] == (expected, slopes)
+
+
 def test_objective_takes_the_teacher_of_each_token(ranks: Ranks) -> None:
     """Tokens 1 and 4 have the teacher's likeliest ids, 2 has its own alone; 3 and 5 are rejected, with and without."""
     ids = torch.tensor([[1, 2], [0, -1], [-1, -1], [3, 4], [5, 6], [-1, -1]], dtype=torch.int32)
