@@ -390,7 +390,7 @@ async def test_a_run_from_before_there_were_branches_has_none(queue: RedisTransf
     await queue._connection.command("HDEL", queue._keys.run, "branches")
     await queue.submit(tasks(1), cursor=at(1))
     assert len(await queue.lease_episodes("worker", 9, 0)) == LIMITS.group_size
-    with pytest.raises(QueueError, match=r"exists with branches = 0, not 1; set agent\.forks to null to continue"):
+    with pytest.raises(QueueError, match=r"exists with branches = 0, not 1; set agent\.forks to null"):
         await queue.create_run(replace(LIMITS, branches=1), "x")
     await queue.create_run(LIMITS, "x")
 

@@ -41,6 +41,7 @@ from penstock.transfer_queue.redis.replies import (
     ledger_entry,
     letter_from_row,
     limits_to_args,
+    other_limit,
     pack_record,
     status_from_map,
     turn_report_from_map,
@@ -145,7 +146,7 @@ class RedisTransferQueue:
             return None
         how, *rest = answer
         if how == b"limit":
-            raise _other_limit(self._run, *(part.decode() for part in rest))
+            raise other_limit(self._run, *(part.decode() for part in rest))
         *names, age_ms = rest
         owner = RunIdentity(*(name.decode() for name in names))
         if how == b"taken":
@@ -406,17 +407,6 @@ class RedisTransferQueue:
 
     async def close(self) -> None:
         await self._connection.close()
-
-
-def _other_limit(run: str, name: str, theirs: str, ours: str) -> QueueError:
-    """Names a limit of the run that differs as its setting is named."""
-    if name == "lease_ttl_ms":
-        name, theirs, ours = "lease_ttl_s", f"{int(theirs) / 1000:g}", f"{int(ours) / 1000:g}"
-    fix = f"set {name} to {theirs}"
-    if name == "branches":
-        fix = "set agent.forks to null" if theirs == "0" else f"set agent.forks.branches to {theirs}"
-    differ = f"run {run} exists with {name} = {theirs}, not {ours}"
-    return QueueError(f"{differ}; {fix} to continue it, else use another name or drop it")
 
 
 def _marked(announcement: Announcement) -> tuple[bytes, bytes]:

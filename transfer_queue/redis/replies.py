@@ -114,6 +114,17 @@ def limits_to_args(limits: Limits) -> list[Any]:
     return [item for pair in values.items() for item in pair]
 
 
+def other_limit(run: str, name: str, theirs: str, ours: str) -> QueueError:
+    """Return the refusal of a run whose limit `name`, as `limits_to_args` has it, differs; it names the setting."""
+    if name == "lease_ttl_ms":
+        name, theirs, ours = "lease_ttl_s", f"{int(theirs) / 1000:g}", f"{int(ours) / 1000:g}"
+    fix = f"set {name} to {theirs}"
+    if name == "branches":
+        fix = "set agent.forks to null" if theirs == "0" else f"set agent.forks.branches to {theirs}"
+    differ = f"run {run} exists with {name} = {theirs}, not {ours}"
+    return QueueError(f"{differ}; {fix} to continue it, else use another name or drop it")
+
+
 def status_from_map(reply: dict[str, Any]) -> Status:
     """Return the status of the packed map of script ``status``."""
     version, step, forgotten, per_step, committed = reply["run"]  # a commit under way forgets step by step
