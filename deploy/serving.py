@@ -42,21 +42,16 @@ from penstock.transfer_queue import LogForgotten, QueueError, TrainerFenced
 def serve_recipe(recipe: Path, overrides: list[str], *, host: str, port: int, model_name: str | None) -> int:
     """Returns the exit status: 1 something failed, 2 it cannot be right, 130 stopped."""
     console = HeadConsole()
-
-    def complain(message: str, status: int) -> int:
-        console.print(message, style="red", markup=False, soft_wrap=True)
-        return status
-
     try:
         config = load_config(recipe, overrides, with_tasks=False)
         refuse_doomed(service_checks(config, with_trials=False))
         asyncio.run(_serve(config, console, host=host, port=port, model_name=model_name or Path(config.model).name))
     except (ConfigError, BadJob, BadKeys, OSError) as error:
-        return complain(str(error), 2)
+        return console.complain(str(error), 2)
     except (RoleFailed, RedisLost, QueueError) as error:
-        return complain(f"{error}\nthe same command continues the service", 1)
+        return console.complain(f"{error}\nthe same command continues the service", 1)
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
-        return complain("stopped; the same command continues the service", 130)
+        return console.complain("stopped; the same command continues the service", 130)
     return 0
 
 

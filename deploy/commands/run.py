@@ -62,13 +62,13 @@ def run_recipe(
         placement = _ray_placement(ray_address) if on_ray else None
         summary = asyncio.run(launch(with_stop_grace(config), resume=resume, placement=placement))
     except (ConfigError, RunTaken) as error:
-        return _complain(str(error), 2, as_json=as_json)
+        return console.complain(str(error), 2, as_json=as_json)
     except (RoleFailed, StalledRun, VersionRefused, QueueError, OSError) as error:  # OSError: a full disk
         hint = f"\nonce the cause is corrected, continue with: {again}" if _can_continue(config) else ""
-        return _complain(f"{error}{hint}", 1, as_json=as_json)
+        return console.complain(f"{error}{hint}", 1, as_json=as_json)
     except (Interrupted, KeyboardInterrupt):
         hint = f"; continue with: {again}" if _can_continue(config) else " before the run began: nothing is kept"
-        return _complain(f"interrupted{hint}", 130, as_json=as_json)
+        return console.complain(f"interrupted{hint}", 130, as_json=as_json)
     if as_json:
         print(summary.read_text(), end="")
     else:
@@ -132,10 +132,3 @@ def _refuse_doomed(config: RunConfig, *, here: bool, resume: bool) -> None:
         if check.warns:
             console.print(f"{check.name}: {check.found}; {check.fix}", style="yellow", markup=False, soft_wrap=True)
     refuse_doomed(checks)
-
-
-def _complain(message: str, status: int, *, as_json: bool) -> int:
-    console.print(message, style="red", markup=False, soft_wrap=True)
-    if as_json:
-        print(json.dumps({"error": message}))
-    return status

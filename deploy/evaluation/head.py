@@ -55,24 +55,17 @@ def evaluate_target(request: EvalRequest, *, as_json: bool = False) -> int:
     """Returns the exit status: 0 every episode has a result, 1 something failed, 2 it cannot be right, 130
     interrupted."""
     console = HeadConsole()
-
-    def complain(message: str, status: int) -> int:
-        console.print(message, style="red", markup=False, soft_wrap=True)
-        if as_json:
-            print(json.dumps({"error": message}))
-        return status
-
     try:
         plan = resolve_target(request)
         for edited in RunDir(request.target.resolve()).changed_code(plan.config):
             console.print(f"{edited} was edited since; it is used as it is", markup=False, soft_wrap=True)
         results = evaluate_plan(plan, console)
     except (ConfigError, DataError) as error:
-        return complain(str(error), 2)
+        return console.complain(str(error), 2, as_json=as_json)
     except (RoleFailed, StalledRun, RedisLost, QueueError) as error:
-        return complain(f"{error}\nthe same command continues it", 1)
+        return console.complain(f"{error}\nthe same command continues it", 1, as_json=as_json)
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
-        return complain("interrupted; the same command continues it", 130)
+        return console.complain("interrupted; the same command continues it", 130, as_json=as_json)
     report = write_report(plan, results)
     if as_json:
         print(json.dumps(report))

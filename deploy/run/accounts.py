@@ -265,9 +265,9 @@ class CostAccounts:
                 accounts = sums.setdefault(resource, {})
                 accounts[UNFINISHED] = accounts.get(UNFINISHED, 0.0) + amount
         return {
-            resource: amounts
+            resource: parts
             for resource, accounts in sorted(sums.items())
-            if (amounts := {name: rounded for name, one in sorted(accounts.items()) if (rounded := round(one, 3)) > 0})
+            if (parts := {name: rounded for name, one in sorted(accounts.items()) if (rounded := round(one, 3)) > 0})
         }
 
     def cost(self, prices: CostConfig) -> dict[str, float]:

@@ -6,6 +6,7 @@ penstock run … 2>&1 | tee log      Ctrl-C ends tee at once, and the run in ord
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import sys
@@ -18,6 +19,13 @@ class HeadConsole(Console):
 
     def __init__(self) -> None:
         super().__init__(stderr=True, highlight=False)
+
+    def complain(self, message: str, status: int, *, as_json: bool = False) -> int:
+        """Print why a command ends, with `as_json` as ``{"error": …}`` too; returns the exit status."""
+        self.print(message, style="red", markup=False, soft_wrap=True)
+        if as_json:
+            print(json.dumps({"error": message}))
+        return status
 
     def on_broken_pipe(self) -> None:
         """Drop what is printed from now on. Rich's own raises `SystemExit`."""

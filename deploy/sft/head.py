@@ -53,20 +53,15 @@ LINE_S = 2.0
 def fine_tune_recipe(recipe: Path, overrides: Sequence[str], *, resume: bool) -> int:
     """Returns the exit status: 0 done, 1 training failed, 2 recipe or data are wrong, 130 interrupted."""
     console = HeadConsole()
-
-    def complain(message: str, status: int) -> int:
-        console.print(message, style="red", markup=False, soft_wrap=True)
-        return status
-
     try:
         summary = _fine_tune(load_sft_config(recipe, overrides), console, resume=resume)
     except REFUSALS as error:
-        return complain(str(error), 2)
+        return console.complain(str(error), 2)
     except RoleFailed as error:
-        return complain(str(error), 1)
+        return console.complain(str(error), 1)
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         again = " ".join(["penstock sft", str(recipe), *overrides, "--resume"])
-        return complain(f"interrupted; continue with: {again}", 130)
+        return console.complain(f"interrupted; continue with: {again}", 130)
     console.print(_results(json.loads(summary.read_text()), summary), markup=False, soft_wrap=True)
     return 0
 
