@@ -175,6 +175,10 @@ class Owned(Body):
         await requests.put(Record(cls.KIND, name, ""))
 
 
+FINISHED_S, SILENT_S = 60.0, 24 * 3600.0
+"""After its end, or its last heartbeat, a session is over."""
+
+
 class SessionRecord(Owned):
     KIND = "session"
     created: float
@@ -182,6 +186,10 @@ class SessionRecord(Owned):
     """The time of the last heartbeat."""
     is_finished: bool = False
     user_metadata: dict[str, Any] | None = None
+
+    def is_over(self, now: float) -> bool:
+        """Returns True if its models and samplers are removed, or soon will be."""
+        return now - self.seen > (FINISHED_S if self.is_finished else SILENT_S)
 
 
 class RunRecord(Owned):

@@ -179,11 +179,12 @@ async def _path_of(context: ServiceContext, http: Request, run_id: str, kind: st
 
 
 async def _seen(context: ServiceContext, session_id: str, http: Request, *, is_finished: bool = False) -> None:
-    record = await context.record(SessionRecord, session_id, http)
-    if record.is_finished:
-        raise HttpError(410, "session_id", "the session has ended")
-    changed = record.model_copy(update={"seen": time.time(), "is_finished": is_finished})
-    await context.requests.put(changed.record(session_id))
+    async with context.one_session_change:  # a heartbeat must not take back the end that comes meanwhile
+        record = await context.session(session_id, http)
+        if record.is_finished:
+            raise HttpError(410, "session_id", "the session has ended")
+        changed = record.model_copy(update={"seen": time.time(), "is_finished": is_finished})
+        await context.requests.put(changed.record(session_id))
 
 
 def _signature(context: ServiceContext, path: CheckpointPath, until: int, file: str) -> str:

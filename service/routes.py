@@ -9,6 +9,7 @@ process refuses what it can see without a model; what the model or another check
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import secrets
@@ -71,6 +72,7 @@ class ServiceContext:
     hold_s: float = HOLD_S
     metrics: ApiMetrics = field(default_factory=ApiMetrics)
     futures: Futures = field(init=False)
+    one_session_change: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "futures", Futures(self.requests))
@@ -81,6 +83,19 @@ class ServiceContext:
         if record is None or record.owner != owner_of(http):
             raise HttpError(404, kind.KIND, f"{kind.KIND} {name[:200]}: there is none of this key")
         return record
+
+    async def session(self, name: str, http: Request) -> SessionRecord:
+        """Raises `HttpError` 404; 410 for one that is over: what comes for its models is never run."""
+        record = await self.record(SessionRecord, name, http)
+        if record.is_over(time.time()):
+            raise HttpError(410, "session_id", "the session has ended")
+        return record
+
+    async def run(self, model_id: str, http: Request) -> RunRecord:
+        """The model of a session that is not over. Raises `HttpError`."""
+        run = await self.record(RunRecord, model_id, http)
+        await self.session(run.session_id, http)
+        return run
 
     async def records(self, kind: type[T], http: Request) -> dict[str, T]:
         """Return the records of the caller's key by name."""
@@ -145,7 +160,7 @@ def _add_models(router: APIRouter, context: ServiceContext) -> None:
     async def create_model(body: CreateModel, http: Request) -> dict[str, str]:
         """A future; its model is ``SESSION:train:NUMBER``."""
         context.check_model(body.base_model)
-        await context.record(SessionRecord, body.session_id, http)
+        await context.session(body.session_id, http)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         return await _submitted(context, http, "create_model", body, model_id=model_id, seq_id=0)
 
@@ -155,11 +170,11 @@ def _add_models(router: APIRouter, context: ServiceContext) -> None:
         if CheckpointPath.parse(body.path) is None:
             raise HttpError(422, "path", "is no tinker://RUN/weights/NAME")
         if body.model_id is not None and body.seq_id is not None:
-            await context.record(RunRecord, body.model_id, http)
+            await context.run(body.model_id, http)
             return await _submitted(context, http, "load_weights", body, model_id=body.model_id, seq_id=body.seq_id)
         if body.session_id is None or body.model_seq_id is None:
             raise HttpError(422, "model_id", "model_id and seq_id, or session_id and model_seq_id, are needed")
-        await context.record(SessionRecord, body.session_id, http)
+        await context.session(body.session_id, http)
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         return await _submitted(context, http, "create_from_weights", body, model_id=model_id, seq_id=0)
 
@@ -188,7 +203,7 @@ def _add_training(router: APIRouter, context: ServiceContext) -> None:
             raise HttpError(422, "loss_fn", call.loss.refusal)
         if call.number < 1:
             raise HttpError(422, "seq_id", "must be 1 or more")
-        await context.record(RunRecord, call.model_id, http)
+        await context.run(call.model_id, http)
         index, number = model_index(call.model_id), call.number + 1
         request = ClientRequest(owner_of(http), "forward", body, index, number, digest=_digest(call))
         return {"request_id": await submit(context, request), "model_id": call.model_id}
@@ -204,7 +219,7 @@ def _add_training(router: APIRouter, context: ServiceContext) -> None:
 
 def _of_model(context: ServiceContext, kind: str, model: type[BaseModel]) -> Callable[..., Any]:
     async def route(body: Any, http: Request) -> dict[str, str]:
-        await context.record(RunRecord, body.model_id, http)
+        await context.run(body.model_id, http)
         return await _submitted(context, http, kind, body, model_id=body.model_id, seq_id=body.seq_id)
 
     route.__annotations__ = {"body": model, "http": Request, "return": dict[str, str]}
@@ -235,7 +250,7 @@ def _add_sampling(router: APIRouter, context: ServiceContext) -> None:
     async def create_sampling_session(body: SamplingSession, http: Request) -> dict[str, str]:
         """Weights that stay as they are for this session: the base model's, or those of a checkpoint."""
         owner = owner_of(http)
-        await context.record(SessionRecord, body.session_id, http)
+        await context.session(body.session_id, http)
         folder = None
         if body.model_path is not None:
             path = CheckpointPath.parse(body.model_path)

@@ -56,8 +56,9 @@ READ_AHEAD = 4
 other keys."""
 SWEEP_S = 60.0
 """Between two looks for what is over."""
-FINISHED_S, SILENT_S = 60.0, 24 * 3600.0
-"""After its end, or its last heartbeat, a session's models and samplers are removed."""
+REMOVE_S = 10.0
+"""Seconds between the end of a session and the removal of its models and samplers: calls that the API has just taken
+have come to the log by then."""
 logger = logging.getLogger(__name__)
 
 
@@ -329,12 +330,9 @@ class RequestRunner:
         return run
 
     async def _sweep(self) -> None:
-        """Remove checkpoints whose time is over, and models and samplers of sessions that have ended: their clients
-        said so, or were silent for `SILENT_S`."""
+        """Remove checkpoints whose time is over, and models and samplers of sessions that are over."""
         now, sessions = time.time(), await SessionRecord.read_all(self._requests)
-        ended = {
-            name for name, one in sessions.items() if now - one.seen > (FINISHED_S if one.is_finished else SILENT_S)
-        }
+        ended = {name for name, one in sessions.items() if one.is_over(now - REMOVE_S)}
         over = [name for name in self._models.names if name.partition(":")[0] in ended]
         for model_id in over:
             await self._in_torch(self._models.remove, model_id)
@@ -343,9 +341,10 @@ class RequestRunner:
             await self._write_point()
             await self._requests.trim(self._position)
         for name, sampler in (await SamplerRecord.read_all(self._requests)).items():
-            if sampler.session_id in ended and sampler.folder is not None and sampler.folder.startswith("samplers/"):
+            if sampler.session_id in ended:
                 await SamplerRecord.remove(self._requests, name)
-                await asyncio.to_thread(shutil.rmtree, self._job.folder / sampler.folder, ignore_errors=True)
+                if sampler.folder is not None and sampler.folder.startswith("samplers/"):
+                    await asyncio.to_thread(shutil.rmtree, self._job.folder / sampler.folder, ignore_errors=True)
         for path, record in (await CheckpointRecord.read_all(self._requests)).items():
             parsed = CheckpointPath.parse(path)
             if parsed is not None and record.expires is not None and record.expires < now:

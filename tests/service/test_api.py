@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 from service_parts import IDS, NAME, Client, Service, forward_body, logprobs_of
 from tests.small_disk import small_disk
 
-from penstock.service import routes, worker
+from penstock.service import calls, routes
+from penstock.service.calls import SILENT_S, SessionRecord
 from penstock.trainer import Ranks
 
 pytestmark = [pytest.mark.torch, pytest.mark.redis]
@@ -229,17 +230,59 @@ async def _save(client: Client, model: str, number: int, **fields: Any) -> str:
 async def test_models_and_samplers_of_a_session_that_has_ended_are_removed(
     service: Service, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "FINISHED_S", -1.0)
+    monkeypatch.setattr(calls, "FINISHED_S", -60.0)
     ended, other = await client.model(), await client.model()
     saved = await client.post("save_weights_for_sampler", model_id=ended, seq_id=1, sampling_session_seq_id=0)
     sampler = (await client.result(saved["request_id"]))["sampling_session_id"]
+    of_base = {"session_id": ended.partition(":")[0], "sampling_session_seq_id": 1, "base_model": NAME}
+    base_sampler = (await client.post("create_sampling_session", **of_base))["sampling_session_id"]
     await client.post(f"sessions/{ended.partition(':')[0]}/finish", reason={"type": "success"})
     assert (await client.call("POST", "session_heartbeat", {"session_id": ended.partition(":")[0]}))[0] == 410
     await service.runner._sweep()
-    assert "not here any more" in (await client.result(await client.forward(ended, 2)))["error"]
-    assert (await client.call("GET", f"samplers/{sampler}"))[0] == 404
+    # Behind a gap it would wait for a request that can never come.
+    for number in (2, 3):
+        assert (await client.send_forward(forward_body(ended, number)))[0] == 410
+    assert (await service.queue.requests.counts())["waiting"]["alice"] == 0
+    for name in (sampler, base_sampler):
+        assert (await client.call("GET", f"samplers/{name}"))[0] == 404
     assert not list((service.folder / "samplers").iterdir())
     assert (await client.result(await client.forward(other, 1))).metrics["loss:sum"] > 0
+
+
+async def test_a_session_that_was_silent_for_a_day_does_not_come_back(service: Service) -> None:
+    client = service.client()
+    session = (await client.post("create_session", tags=[]))["session_id"]
+    record = await SessionRecord.read(service.queue.requests, session)
+    assert record is not None
+    silent = record.model_copy(update={"seen": record.seen - SILENT_S - 1.0})
+    await service.queue.requests.put(silent.record(session))
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
+    for path, sent in (("session_heartbeat", {"session_id": session}), ("create_sampling_session", body)):
+        assert (await client.call("POST", path, sent))[0] == 410
+
+
+async def test_a_heartbeat_does_not_take_back_the_end_of_its_session(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, requests = service.client(), service.context.requests
+    session = (await client.post("create_session", tags=[]))["session_id"]
+    read, has_read, go = requests.record, asyncio.Event(), asyncio.Event()
+
+    async def slow_once(kind: str, name: str) -> str | None:
+        text = await read(kind, name)
+        if not has_read.is_set():
+            has_read.set()
+            await go.wait()
+        return text
+
+    monkeypatch.setattr(requests, "record", slow_once)
+    beating = asyncio.create_task(client.call("POST", "session_heartbeat", {"session_id": session}))
+    await has_read.wait()
+    ending = asyncio.create_task(client.call("POST", f"sessions/{session}/finish", {}))
+    await asyncio.wait({ending}, timeout=1.0)
+    go.set()
+    assert [(await one)[0] for one in (beating, ending)] == [200, 200]
+    assert (await client.call("POST", "session_heartbeat", {"session_id": session}))[0] == 410
 
 
 async def test_too_many_requests_are_refused_with_a_time(
