@@ -68,7 +68,7 @@ class ServiceContext:
     secret: str
     """Signs downloads."""
     owner_bytes: int = 1 << 30
-    """Bytes of an owner's requests without a result at most."""
+    """Bytes of an owner's requests without a result, and of results that were not fetched, at most."""
     hold_s: float = HOLD_S
     metrics: ApiMetrics = field(default_factory=ApiMetrics)
     futures: Futures = field(init=False)
@@ -109,18 +109,20 @@ class ServiceContext:
 
 async def submit(context: ServiceContext, request: ClientRequest) -> str:
     """The id of the request, or of the one before that it repeats. Raises `HttpError`."""
-    if len(request.body) > context.owner_bytes:
-        message = f"the body has {len(request.body)} bytes, and one key's requests at most {context.owner_bytes}"
+    size, most = len(request.body) + request.result_bytes, context.owner_bytes // (1 if request.ordered else 2)
+    if size > most:
+        message = f"request and result have up to {size} bytes, and those of one key at most {most}"
         raise HttpError(413, "", f"{message} (transfer_queue.max_bytes)")
     how, request_id = await context.requests.submit(request, MOST_WAITING, MOST_OF_KEY, context.owner_bytes)
     waiting = {
-        "full": f"{MOST_WAITING} requests of {request.index}",
-        "quota": f"{MOST_OF_KEY} requests of this key",
-        "bytes": f"requests of this key with {context.owner_bytes // 2} bytes (transfer_queue.max_bytes)",
+        "full": f"{MOST_WAITING} requests of {request.index} have no result yet",
+        "quota": f"{MOST_OF_KEY} requests of this key have no result yet",
+        "bytes": f"requests of this key without a result, and results that were not fetched, have "
+        f"{context.owner_bytes // 2} bytes (transfer_queue.max_bytes)",
     }
     if how in waiting:
         context.metrics.refusals.labels(how).inc()
-        raise HttpError(429, "seq_id", f"{waiting[how]} have no result yet", retry_after_s=RETRY_S)
+        raise HttpError(429, "seq_id", waiting[how], retry_after_s=RETRY_S)
     if how in ("other", "old"):
         why = "is another request's" if how == "other" else "is done, and its result is no longer kept"
         raise HttpError(422, "seq_id", f"number {request.number} of {request.index} {why}")
@@ -281,7 +283,12 @@ def _add_sampling(router: APIRouter, context: ServiceContext) -> None:
         """A future of `num_samples` sequences."""
         await context.record(SamplerRecord, body.sampling_session_id, http)
         data, index = body.model_dump_json().encode(), f"sampler:{body.sampling_session_id}"
-        request = ClientRequest(owner_of(http), "sample", data, index, body.seq_id, ordered=False)
+        room = max(0, context.context_length - len(body.prompt.ids))
+        tokens = body.num_samples * min(body.sampling_params.max_tokens or room, room)
+        result_bytes = 8 * tokens + 4 * len(body.prompt.ids)  # an id and a logprob each, and the prompt's logprobs
+        request = ClientRequest(
+            owner_of(http), "sample", data, index, body.seq_id, ordered=False, result_bytes=result_bytes
+        )
         request_id = await submit(context, request)
         return {
             "request_id": request_id,
@@ -304,4 +311,5 @@ def _add_futures(router: APIRouter, context: ServiceContext) -> None:
             result = await context.requests.result(request_id)
         if result is None:
             return Response('{"queue_state":"active"}', 408, media_type="application/json")
+        await context.requests.fetched(request_id)
         return Response(result.data, media_type=result.content)

@@ -239,7 +239,7 @@ class RequestCounts(Collector):
         waiting, done = self._newest.get("waiting", {}), self._newest.get("done", {})
         text = "Accepted requests without a result"
         yield gauge_family("penstock_service_waiting_requests", text, ["owner"], waiting)
-        text, waiting = "Bytes of their bodies", self._newest.get("bytes", {})
+        text, waiting = "Their bytes, expected results of samples included", self._newest.get("bytes", {})
         yield gauge_family("penstock_service_waiting_bytes", text, ["owner"], waiting)
         text = "Requests that got a result, ever"
         yield counter_family("penstock_service_done_requests", text, ["owner"], done)

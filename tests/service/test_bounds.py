@@ -134,3 +134,59 @@ async def test_requests_that_wait_for_one_that_never_came_end_with_their_session
     assert await requests.end_waiting(f"model:{model}", result) == 0
     run = [await client.forward(model, number) for number in (1, 2)]
     assert (await requests.read(0, 9))[-2:] == run
+
+
+async def test_results_that_are_not_fetched_are_bounded_and_fetched_ones_are_soon_forgotten(service: Service) -> None:
+    model = await model_of(service, "alice")
+    client, requests = service.client(), service.queue.requests
+    size = len(forward_body(model, 1))
+    object.__setattr__(service.context, "owner_bytes", 8 * size)
+    done = [await client.forward(model, number) for number in (1, 2)]
+    for request in done:
+        await requests.finish(request, RequestResult("application/json", b'"%b"' % (b"x" * 4 * size)))
+    status, answer = await client.send_forward(forward_body(model, 3))
+    assert (status, "not fetched" in answer["error"]["message"]) == (429, True)
+    for request in (done[0], done[0], done[1]):
+        assert (await client.call("POST", "retrieve_future", {"request_id": request}))[0] == 200
+    assert (await client.send_forward(forward_body(model, 3)))[0] == 200
+    assert await requests._command("PTTL", f"request:{done[0]}") == -1, (
+        "a trainer that restarts asks whether it was done"
+    )
+    await requests.read(0, 9)
+    await requests.trim(3)
+    assert 0 < await requests._command("PTTL", f"request:{done[0]}") <= 600_000
+
+
+async def test_samples_count_with_the_longest_results_that_they_may_have(service: Service) -> None:
+    client, requests = service.client(), service.queue.requests
+    session = (await client.post("create_session", tags=[]))["session_id"]
+    of_base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
+    sampler = (await client.post("create_sampling_session", **of_base))["sampling_session_id"]
+
+    def sample(number: int, samples: int) -> dict[str, object]:
+        prompt, params = {"chunks": [{"tokens": [1] * 56}]}, {"max_tokens": 1000}
+        call = {"prompt": prompt, "sampling_params": params, "sampling_session_id": sampler}
+        return {**call, "seq_id": number, "num_samples": samples}
+
+    object.__setattr__(service.context, "owner_bytes", 2 * 40_000)
+    first = await client.post("asample", **sample(0, 20))  # 20 · 200 · 8 bytes
+    assert 32_000 < (await requests.counts())["bytes"]["alice"] < 36_000
+    assert (await client.call("POST", "asample", sample(1, 5)))[0] == 429
+    status, answer = await client.call("POST", "asample", sample(1, 26))
+    assert (status, "transfer_queue.max_bytes" in answer["error"]["message"]) == (413, True)
+    await requests.finish(first["request_id"], RequestResult("application/json", b"{}"))
+    assert (await requests.counts())["bytes"]["alice"] == 0
+    assert (await client.call("POST", "asample", sample(1, 5)))[0] == 200
+
+
+async def test_results_that_nobody_fetched_in_time_do_not_count_for_ever(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = await model_of(service, "alice")
+    client, requests = service.client(), service.queue.requests
+    size = len(forward_body(model, 1))
+    object.__setattr__(service.context, "owner_bytes", 4 * size)
+    request = await client.forward(model, 1)
+    monkeypatch.setattr("penstock.transfer_queue.redis.requests.RETENTION_S", 0.0)
+    await requests.finish(request, RequestResult("application/json", b'"%b"' % (b"x" * 8 * size)))
+    assert (await client.send_forward(forward_body(model, 2)))[0] == 200

@@ -2,9 +2,9 @@
 
 -- part: requests
 -- needs: base
--- By owner: requests without a result, the bytes of their bodies, and requests with one. Owners of requests that are due,
--- the one whose turn is next first.
-local WAITING, BYTES, DONE, OWNERS
+-- By owner: requests without a result, the bytes of their bodies and expected results, bytes of results that were not
+-- fetched, and requests with a result. Owners of requests that are due, the one whose turn is next first.
+local WAITING, BYTES, RESULTS, DONE, OWNERS
 
 local function request_key(id)
   return key('service:request:' .. id)
@@ -14,24 +14,32 @@ local function ready_key(owner)
   return key('service:ready:' .. owner)
 end
 
--- Gives a request without a result one, which is the end of its counts.
-local function set_result(id, index, owner, content, result)
+-- Results of the owner that were not fetched: id and bytes, by the time at which they are forgotten.
+local function unfetched_key(owner)
+  return key('service:unfetched:' .. owner)
+end
+
+-- Gives a request without a result one, which is the end of its counts. `retention` in ms.
+local function set_result(id, index, owner, content, result, retention)
   call('HINCRBY', key('service:index:' .. index), 'waiting', -1)
   call('HINCRBY', WAITING, owner, -1)
-  call('HINCRBY', BYTES, owner, -call('HSTRLEN', request_key(id), 'body'))
+  local expected = tonumber(call('HGET', request_key(id), 'expected') or '0')
+  call('HINCRBY', BYTES, owner, -call('HSTRLEN', request_key(id), 'body') - expected)
+  call('HINCRBY', RESULTS, owner, #result)
+  call('ZADD', unfetched_key(owner), server_ms() + tonumber(retention), id .. ' ' .. #result)
   call('HINCRBY', DONE, owner, 1)
   call('HSET', request_key(id), 'content', content, 'result', result)
 end
 
 -- each call:
-WAITING, BYTES = key('service:waiting'), key('service:bytes')
+WAITING, BYTES, RESULTS = key('service:waiting'), key('service:bytes'), key('service:results')
 DONE, OWNERS = key('service:done'), key('service:owners')
 
 -- script: submit_request
 -- needs: requests
 -- ARGV: id, owner, index (of whose numbers), number, digest, 1 if numbers are run in order from 1 without gaps, most that
--- wait of the index and of the owner, kind, body, Unix time, most bytes of the owner. Returns what happened to it, and the
--- id that the number has.
+-- wait of the index and of the owner, kind, body, Unix time, most bytes of the owner, most bytes of the result where it is
+-- not bounded by the body's. Returns what happened to it, and the id that the number has.
 local id, owner, number, digest, ordered = ARGV[1], ARGV[2], ARGV[4], ARGV[5], ARGV[6] == '1'
 local index = key('service:index:' .. ARGV[3])
 local known = call('HGET', index, 'n:' .. number)
@@ -44,7 +52,12 @@ if ordered and tonumber(number) < next then return {'old', ''} end
 local waiting, done = unpack(call('HMGET', index, 'waiting', 'done'))
 -- The request that a model waits for is taken beyond the bounds: the later ones that fill them wait for it. Such requests
 -- can be run at once, so they may have a bound too, of bytes.
-local bytes, most = tonumber(call('HGET', BYTES, owner) or '0') + #ARGV[10], tonumber(ARGV[12])
+for _, forgotten in ipairs(call('ZRANGEBYSCORE', unfetched_key(owner), '-inf', server_ms(), 'LIMIT', 0, 1000)) do
+  call('HINCRBY', RESULTS, owner, -string.match(forgotten, '%d+$'))
+  call('ZREM', unfetched_key(owner), forgotten)
+end
+local size, most = #ARGV[10] + tonumber(ARGV[13]), tonumber(ARGV[12])
+local bytes = tonumber(call('HGET', BYTES, owner) or '0') + tonumber(call('HGET', RESULTS, owner) or '0') + size
 if ordered and tonumber(number) == tonumber(done or '0') + 1 then
   if bytes > most then return {'bytes', ''} end
 else
@@ -53,11 +66,11 @@ else
   if tonumber(call('HGET', WAITING, owner) or '0') >= tonumber(ARGV[8]) then return {'quota', ''} end
 end
 call('HSET', request_key(id), 'owner', owner, 'kind', ARGV[9], 'body', ARGV[10], 'index', ARGV[3], 'number', number,
-  'accepted', ARGV[11])
+  'accepted', ARGV[11], 'expected', ARGV[13])
 call('HSET', index, 'n:' .. number, id .. ' ' .. digest)
 call('HINCRBY', index, 'waiting', 1)
 call('HINCRBY', WAITING, owner, 1)
-call('HINCRBY', BYTES, owner, #ARGV[10])
+call('HINCRBY', BYTES, owner, size)
 if not ordered then
   call('SADD', key('service:open'), id)
   return {'new', id}
@@ -82,7 +95,7 @@ for i = 5, #ARGV, 3 do
   if ARGV[i + 2] == '' then call('HDEL', key('service:records:' .. ARGV[i]), ARGV[i + 1])
   else call('HSET', key('service:records:' .. ARGV[i]), ARGV[i + 1], ARGV[i + 2]) end
 end
-set_result(ARGV[1], index, owner, ARGV[2], ARGV[3])
+set_result(ARGV[1], index, owner, ARGV[2], ARGV[3], ARGV[4])
 index = key('service:index:' .. index)
 if call('SREM', key('service:open'), ARGV[1]) == 1 then
   call('HDEL', request, 'body')
@@ -103,7 +116,7 @@ local next, fields = tonumber(call('HGET', index, 'next') or '1'), call('HGETALL
 for i = 1, #fields, 2 do
   local number, id = tonumber(string.match(fields[i], '^n:(%d+)$') or '0'), string.match(fields[i + 1], '^%S+')
   if number > next then
-    set_result(id, ARGV[1], call('HGET', request_key(id), 'owner'), ARGV[2], ARGV[3])
+    set_result(id, ARGV[1], call('HGET', request_key(id), 'owner'), ARGV[2], ARGV[3], ARGV[4])
     call('HDEL', request_key(id), 'body')
     call('PEXPIRE', request_key(id), ARGV[4])
     call('HDEL', index, fields[i])
@@ -112,6 +125,18 @@ for i = 1, #fields, 2 do
 end
 call('PEXPIRE', index, ARGV[4])
 return ended
+
+-- script: fetched_request
+-- needs: requests
+-- flags: allow-oom
+-- ARGV: id, retention of a fetched result in ms. Its bytes are not counted any more. Returns 1 the first time.
+local request = request_key(ARGV[1])
+local owner, size = call('HGET', request, 'owner'), call('HSTRLEN', request, 'result')
+if not owner or call('ZREM', unfetched_key(owner), ARGV[1] .. ' ' .. size) == 0 then return 0 end
+call('HINCRBY', RESULTS, owner, -size)
+if call('PTTL', request) >= 0 then call('PEXPIRE', request, ARGV[2])
+else call('HSET', request, 'fetched', 1) end
+return 1
 
 -- script: read_requests
 -- needs: requests
@@ -131,15 +156,16 @@ return {first, first + length, unpack(call('LRANGE', log, from, from + tonumber(
 
 -- script: trim_requests
 -- needs: requests, full
--- ARGV: position, retention in ms, numbers that an index keeps. What is before `position` is never run again.
+-- ARGV: position, retention in ms, numbers that an index keeps, retention of a fetched result in ms. What is before
+-- `position` is never run again.
 local first = tonumber(call('GET', key('service:first')) or '0')
 local count = tonumber(ARGV[1]) - first
 if count <= 0 then return 0 end
 for _, id in ipairs(call('LRANGE', key('service:log'), 0, count - 1)) do
-  local index, number = unpack(call('HMGET', request_key(id), 'index', 'number'))
+  local index, number, fetched = unpack(call('HMGET', request_key(id), 'index', 'number', 'fetched'))
   if index then
     call('HDEL', request_key(id), 'body')
-    call('PEXPIRE', request_key(id), ARGV[2])
+    call('PEXPIRE', request_key(id), fetched and ARGV[4] or ARGV[2])
     call('HDEL', key('service:index:' .. index), 'n:' .. (tonumber(number) - tonumber(ARGV[3])))
   end
 end

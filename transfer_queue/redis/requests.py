@@ -5,7 +5,9 @@
     penstock:{RUN}:service:ready:OWNER     list of an owner's ids that are due
     penstock:{RUN}:service:owners          list of the owners that have any; the first is the next to have its turn
     penstock:{RUN}:service:waiting, done   hashes: owner → requests without a result, with one
-    penstock:{RUN}:service:bytes           hash: owner → bytes of the bodies of requests without a result
+    penstock:{RUN}:service:bytes           hash: owner → bytes of requests without a result, expected results included
+    penstock:{RUN}:service:results         hash: owner → bytes of results that were not fetched
+    penstock:{RUN}:service:unfetched:OWNER sorted set: these results' ids and bytes, by the time of their end
     penstock:{RUN}:service:log, first      list of ids in the order in which they are run; how many are trimmed
     penstock:{RUN}:service:open            set: ids without an order that have no result
     penstock:{RUN}:service:records:KIND    hash: name → JSON
@@ -27,8 +29,8 @@ from penstock.transfer_queue.errors import QueueError
 from penstock.transfer_queue.redis.client import Connection
 from penstock.transfer_queue.redis.keys import Keys
 
-RETENTION_S = 24 * 3600.0
-"""For how long a result can be fetched."""
+RETENTION_S, FETCHED_S = 24 * 3600.0, 600.0
+"""For how long a result can be fetched, and fetched again."""
 Submission = Literal["new", "known", "other", "old", "full", "quota", "bytes"]
 
 
@@ -46,6 +48,8 @@ class ClientRequest:
     """Run in the order of numbers, which begin with 1 and have no gaps."""
     digest: str = ""
     """Equal for repetitions of one request; empty: of kind and body."""
+    result_bytes: int = 0
+    """Most bytes of its result, where these are not bounded by the body's."""
     accepted: float = field(default_factory=time.time)
     """Unix time, by the clock of the API's machine."""
 
@@ -81,11 +85,12 @@ class RequestLog:
     ) -> tuple[Submission, str]:
         """(what happened, the id that the request's number has): ``known`` for a repetition, ``other`` for another
         request of that number, ``old`` for a number that is forgotten. ``full``: `of_index` requests of the index have
-        no result; ``quota``: `of_owner` requests of the owner have none; ``bytes``: they have half of `owner_bytes`;
-        the other half is for requests that their model waits for."""
+        no result; ``quota``: `of_owner` requests of the owner have none; ``bytes``: these, and results that were not
+        fetched, have half of `owner_bytes`; the other half is for requests that their model waits for."""
         digest = request.digest or hashlib.sha256(request.kind.encode() + b"\0" + request.body).hexdigest()[:32]
         where = (request.index, request.number, digest, int(request.ordered), of_index, of_owner)
-        request_id, fields = secrets.token_hex(16), (request.kind, request.body, request.accepted, owner_bytes)
+        fields = (request.kind, request.body, request.accepted, owner_bytes, request.result_bytes)
+        request_id = secrets.token_hex(16)
         how, its_id = await self._script("submit_request", request_id, request.owner, *where, *fields)
         return how.decode(), its_id.decode()
 
@@ -112,8 +117,8 @@ class RequestLog:
         return replace(request, accepted=float(accepted))
 
     async def counts(self) -> dict[str, dict[str, int]]:
-        """Requests by owner: those that are ``waiting`` for a result, the ``bytes`` of their bodies, and those that
-        were ever ``done``."""
+        """Requests by owner: those that are ``waiting`` for a result, their ``bytes`` with expected results, and those
+        that were ever ``done``."""
         names = ("waiting", "bytes", "done")
         replies = await self._connection.many([("HGETALL", f"{self._prefix}service:{name}") for name in names])
         return {
@@ -141,10 +146,15 @@ class RequestLog:
         retention_ms = round(RETENTION_S * 1000)
         return bool(await self._script("finish_request", request_id, result.content, result.data, retention_ms, *flat))
 
+    async def fetched(self, request_id: str) -> None:
+        """A client has the result: it counts no more among the owner's bytes, and is kept for `FETCHED_S`."""
+        await self._script("fetched_request", request_id, round(FETCHED_S * 1000))
+
     async def trim(self, position: int) -> None:
         """Drop the bodies before `position`: what they changed is durable, and they are never run again."""
         # The last 1,000 requests of each model stay known after they leave the log: a late repetition finds its result.
-        await self._script("trim_requests", position, round(RETENTION_S * 1000), 1000)
+        retention_ms, fetched_ms = round(RETENTION_S * 1000), round(FETCHED_S * 1000)
+        await self._script("trim_requests", position, retention_ms, 1000, fetched_ms)
 
     async def end_waiting(self, index: str, result: RequestResult) -> int:
         """Give `result` to the requests of an index that wait for numbers that are not here; returns how many. The
