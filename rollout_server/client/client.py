@@ -256,7 +256,7 @@ def _refused_since(error: _Broken, began: float, since: float) -> float:
 
 async def _refusal(response: aiohttp.ClientResponse) -> Exception:
     """Converts a status other than 200. A 4xx that every server would give is final."""
-    text, status = (await response.text())[:2000], response.status
+    text, status = (await response.read())[:2000].decode(errors="replace"), response.status
     try:
         error = json.loads(text)["error"]
         message, field = error["message"], error.get("field")
@@ -264,7 +264,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> Exception:
         message, field = text, None
     if status == 422 and field:
         return BadRequest(field, message.removeprefix(f"{field}: "))
-    if status in (401, 404, 405):  # no server of this run: another program has the address of one that was killed
+    if status in (401, 403, 404, 405):  # no server of this run: another program has the address of one that was killed
         return _Broken(f"{status}: {message}", "gone", refused=True)
     if 400 <= status < 500 and status not in BLAMES:
         return EngineError(f"the rollout server refused ({status}): {message}", retryable=False)
@@ -277,12 +277,10 @@ async def _refusal(response: aiohttp.ClientResponse) -> Exception:
 def _parse(line: bytes) -> Chunk:
     try:
         value = from_json(line)
-    except ValueError as error:
-        raise _Broken(f"half a line: {line[:80]!r}") from error
-    if "error" in value:
-        error_detail = value["error"]
-        field = error_detail.get("field")
-        blame: Blame = "nobody" if field == "deadline_s" else "answer"
-        raise _Broken(error_detail["message"], blame, disproved=field == "version_spans")
-    value["version_spans"] = [tuple(span) for span in value["version_spans"]]
-    return Chunk.model_construct(**value)
+        if "error" not in value:
+            value["version_spans"] = [tuple(span) for span in value["version_spans"]]
+            return Chunk.model_construct(**value)
+        field, message = value["error"].get("field"), value["error"]["message"]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _Broken(f"half a line, or another program's: {line[:80]!r}", "gone") from error
+    raise _Broken(message, "nobody" if field == "deadline_s" else "answer", disproved=field == "version_spans")

@@ -249,16 +249,26 @@ async def test_server_that_refuses_the_token_for_long_is_believed(
     await wrong.close()
 
 
-@pytest.mark.parametrize("status", [401, 404, 405])
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        *((status, b"not here") for status in (401, 403, 404, 405)),
+        (404, "nicht verfügbar".encode("latin-1")),
+        (200, b'{"status": "ok"}\n'),
+        (200, b"[1, 2]\n"),
+        (200, b'{"error": "no such model"}\n'),
+        (200, b"<html></html>\n"),
+    ],
+)
 async def test_stranger_at_the_address_of_a_server_that_is_gone_costs_one_try(
-    client: RolloutClient, server: RunningServer, status: int
+    client: RolloutClient, server: RunningServer, status: int, body: bytes
 ) -> None:
     """A port is free once its server is killed, and the registry knows of that server for some seconds yet."""
     asked = []
 
     async def refuse(request: web.Request) -> web.Response:
         asked.append(request.path)
-        return web.Response(status=status, text="not here")
+        return web.Response(status=status, body=body, content_type="text/plain", charset="utf-8")
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", refuse)
@@ -269,7 +279,7 @@ async def test_stranger_at_the_address_of_a_server_that_is_gone_costs_one_try(
         for first in (1, 2):
             check(await client.generate(ask([first], 20)))
     assert asked == ["/generate"]
-    assert str(status) in client._router._states[url].breaker.cause
+    assert ("another program's" if status == 200 else str(status)) in client._router._states[url].breaker.cause
 
 
 class AbortsOnce(FakeEngine):
