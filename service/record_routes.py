@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import shutil
@@ -133,7 +134,8 @@ def _add_checkpoints(router: APIRouter, context: ServiceContext) -> None:
     async def delete(run_id: str, kind: str, name: str, http: Request) -> dict[str, Any]:
         path = await _path_of(context, http, run_id, kind, name)
         await CheckpointRecord.remove(context.requests, str(path))
-        shutil.rmtree(checkpoint_folder(context.folder, path), ignore_errors=True)
+        # In a thread: the files may be gigabytes, on a disk of another machine.
+        await asyncio.to_thread(shutil.rmtree, checkpoint_folder(context.folder, path), ignore_errors=True)
         return {}
 
     @router.put("/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl")
