@@ -21,6 +21,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
@@ -123,24 +124,20 @@ async def run_worker(job: WorkerJob) -> None:
     Raises `AgentError` (recipe, template), `SandboxError` (no box can be made), `WorkerStopped` and `QueueError`.
     """
     usage = WorkerUsage(job.name)
-    sandbox = _sandbox_of(job, usage)
-    services: WorkerServices | None = None
-    try:
+    async with AsyncExitStack() as opened:  # each part is closed, also if another one does not
+        sandbox = _sandbox_of(job, usage)
+        if sandbox is not None:
+            opened.push_async_callback(sandbox.close)
         with uncollected():  # it imports transformers
             services = replace(build_services(job, sandbox), on_use=usage.add)
+        for part in (services.teachers, services.reward):
+            if part is not None:
+                opened.push_async_callback(part.close)
+        opened.push_async_callback(close_tools, services.tools.values())
+        opened.push_async_callback(services.shared.close)
         with frozen_start():
             async with usage.reported(job.run.queue):
                 await Worker(job, services).run()
-    finally:
-        if services is not None:
-            await services.shared.close()
-            await close_tools(services.tools.values())
-            if services.reward is not None:
-                await services.reward.close()
-            if services.teachers is not None:
-                await services.teachers.close()
-        if sandbox is not None:
-            await sandbox.close()
 
 
 def _sandbox_of(job: WorkerJob, usage: WorkerUsage) -> Sandbox | None:

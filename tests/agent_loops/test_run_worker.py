@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from penstock.agent_loops import AgentConfig, LoadError, TemplateError, WorkerJob, run_worker
-from penstock.testing import FakeClient
+from penstock.testing import FakeClient, FakeSandbox
 from penstock.tools import ToolConfig
 from penstock.transfer_queue import RunContext
 
@@ -78,3 +78,26 @@ async def test_a_bad_recipe_is_refused_before_anything_is_leased(job_of, tasks_o
         await run_worker(job_of(unused, tasks_of(), config=recorded, tools=[]))
     with pytest.raises(LoadError, match=r"no file 'reward\.py'"):
         await run_worker(job_of(unused, tasks_of(), config=AgentConfig(reward="reward.py:f"), tools=[]))
+
+
+async def test_a_part_that_does_not_close_leaves_no_box(job_of, tasks_of, monkeypatch):
+    """Boxes of a provider cost by the second, until their age ends them."""
+    closed = []
+
+    async def close(sandbox):
+        closed.append(sandbox)
+
+    async def stuck(reward):
+        raise TimeoutError("a grader does not end")
+
+    monkeypatch.setattr(FakeSandbox, "close", close)
+    monkeypatch.setattr("penstock.agent_loops.worker.make_sandbox", lambda *_, **__: FakeSandbox())
+    monkeypatch.setattr("penstock.agent_loops.rewards.registry.RewardFunction.close", stuck)
+    worker = asyncio.create_task(run_worker(job_of(FakeClient(lambda context: [2], version=None), tasks_of())))
+    await asyncio.sleep(0)
+    while not any(task.get_name() == "usage" for task in asyncio.all_tasks()) and not worker.done():
+        await asyncio.sleep(0.01)
+    worker.cancel()
+    with contextlib.suppress(asyncio.CancelledError, TimeoutError):
+        await worker
+    assert len(closed) == 1
