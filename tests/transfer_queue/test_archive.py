@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from queue_samples import COMPLETED, images_of, same, segment, trajectories
 
 from penstock.common import fsync_path
-from penstock.transfer_queue import Archive, BadPayload, Trajectory, encode_trajectory
+from penstock.transfer_queue import Archive, BadPayload, Trajectory, decode_trajectory, encode_trajectory
 from penstock.transfer_queue.archive import archive as module
 
 GROUPS = [["train/0#0", "train/0#1"], ["train/1#0"]]
@@ -107,6 +108,27 @@ def test_bytes_in_extra_and_images_of_a_group_survive(archive: Archive) -> None:
     assert [same(found, made) for found, made in zip(archive.read(0, ["e0", "e1", "e2"]).values(), sent, strict=True)]
     assert archive.read(0, ["e2"])["e2"].extra == sent[2].extra
     assert archive.read(0, ["e2"])["e2"].images == shown
+
+
+@pytest.mark.parametrize(
+    ("stored", "read"),
+    [
+        ({"metrics": {"at_ns": 2**60 + 1}}, {"metrics": {"at_ns": 2.0**60}}),
+        ({"metrics": {"tokens": 2**63}}, {"metrics": {"tokens": 2.0**63}}),
+        ({"metrics": {4: 0.5}}, {"metrics": {"4": 0.5}}),
+        ({"reward": 2**60 + 1}, {"reward": 2.0**60}),
+        (
+            {"extra": {"header": [{b"age": 1, "of": {b"x": b"y"}}]}},
+            {"extra": {"header": [{"age": 1, "of": {"x": b"y"}}]}},
+        ),
+    ],
+)
+def test_whatever_the_queue_takes_is_archived(archive: Archive, stored: dict[str, Any], read: dict[str, Any]) -> None:
+    """A trainer that cannot archive a batch ends, and gets the same batch again."""
+    taken = decode_trajectory(encode_trajectory(one("train/0#0", **stored)))
+    archive.append(0, [taken])
+    (name,) = read
+    assert getattr(archive.read(0, ["train/0#0"])["train/0#0"], name) == read[name]
 
 
 def test_the_index_has_each_committed_episode_once_in_the_order_of_its_batch(archive: Archive) -> None:

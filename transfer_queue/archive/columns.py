@@ -104,7 +104,7 @@ def _values_of(step: int, trajectory: Trajectory) -> dict[str, Any]:
         "episode": trajectory.episode_id,
         "task": trajectory.task_id,
         "data_source": trajectory.data_source,
-        "reward": trajectory.reward,
+        "reward": None if trajectory.reward is None else float(trajectory.reward),
         "outcome": str(trajectory.outcome.kind),
         "outcome_reason": trajectory.outcome.reason,
         "outcome_component": trajectory.outcome.component,
@@ -122,9 +122,9 @@ def _nested_of(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
         images.append(_images_to(trajectory.images, written))
         written |= trajectory.images.data.keys() if trajectory.images else set()
     rows: dict[str, list[Any]] = {
-        "turn_rewards": [list(one.turn_rewards) for one in trajectories],
-        "metrics": [list(one.metrics.items()) for one in trajectories],
-        "extra": [json.dumps(dict(one.extra), default=_bytes_to) for one in trajectories],
+        "turn_rewards": [list(map(float, one.turn_rewards)) for one in trajectories],
+        "metrics": [[(str(name), float(value)) for name, value in one.metrics.items()] for one in trajectories],
+        "extra": [json.dumps(_with_text_keys(one.extra), default=_bytes_to) for one in trajectories],
         "images": images,
     }
     return {name: pa.array(rows[name], kind) for name, kind in NESTED.items()}
@@ -215,6 +215,14 @@ def _images_from(plain: Mapping[str, Any] | None, data: Mapping[str, bytes]) -> 
     return EpisodeImages(
         plain["by_segment"], {one["name"]: data[one["name"]] for one in plain["data"]}, dict(plain["urls"])
     )
+
+
+def _with_text_keys(value: Any) -> Any:
+    """The same with text in place of bytes as keys, which a payload may have and JSON has not."""
+    if isinstance(value, Mapping):
+        text = {key: key.decode("utf-8", "backslashreplace") for key in value if isinstance(key, bytes)}
+        return {text.get(key, key): _with_text_keys(part) for key, part in value.items()}
+    return [*map(_with_text_keys, value)] if isinstance(value, list | tuple) else value
 
 
 def _bytes_to(value: Any) -> Any:
