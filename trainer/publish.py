@@ -214,7 +214,7 @@ class Publisher(BackgroundWork):
     async def _broadcast(self, version: int, source: WeightSource, files: WeightFiles) -> Manifest:
         """To the servers that wait. Raises `PublishTimeout`; the version is not announced then."""
         expected = sum(server.accepting and not server.evaluates for server in await self._queue.servers())
-        sending = files.begin_broadcast(version, source.tensors, source.sizes)
+        sending = files.begin_broadcast(version, source.tensors, source.sizes, source.orders)
         return await self._in_time(
             version, lambda files: files.write_broadcast(version, source, sending, expected), files
         )

@@ -115,12 +115,16 @@ class WeightFiles:
 
     # broadcasts ------------------------------------------------------------------------------------------------------
     def begin_broadcast(
-        self, version: int, tensors: Sequence[StreamTensor], sizes: Sequence[tuple[int, ...]] | None = None
+        self,
+        version: int,
+        tensors: Sequence[StreamTensor],
+        sizes: Sequence[tuple[int, ...]] | None = None,
+        orders: Sequence[tuple[int, ...]] | None = None,
     ) -> Sending:
-        """Places for all servers that wait; `sizes` as in `Broadcaster.open`. From the event loop; `write_broadcast`
-        follows."""
+        """Places for all servers that wait; `sizes` and `orders` as in `Broadcaster.open`. From the event loop;
+        `write_broadcast` follows."""
         assert self.broadcaster is not None, "of the transport broadcast only"
-        return self.broadcaster.open(version, tensors, sizes)
+        return self.broadcaster.open(version, tensors, sizes, orders)
 
     def write_broadcast(self, version: int, source: WeightSource, sending: Sending, expected: int) -> Manifest:
         """Send `version` and, if it is due or one of the `expected` servers has no place, write its file. Blocks.

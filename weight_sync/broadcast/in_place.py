@@ -88,7 +88,8 @@ class JoinedBroadcast:
 
     def _received(self, memory: Iterable[torch.Tensor] | None) -> Iterator[memoryview]:
         offer, groups, begin = self.offer, self._membership.groups, 0
-        places = _places(offer.splits, offer.split_of, tuple(ITEM_BYTES[tensor.dtype] for tensor in offer.tensors))
+        items = tuple(ITEM_BYTES[tensor.dtype] for tensor in offer.tensors)
+        places = _places(offer.splits, offer.split_of, items, offer.orders)
         scratch = bucket_memory(min(offer.bucket_bytes, offer.nbytes)) if len(groups) > 1 else torch.empty(0)
         before: memoryview | None = None
         for target in two_buckets(offer.nbytes, offer.bucket_bytes) if memory is None else memory:
@@ -110,9 +111,15 @@ class JoinedBroadcast:
 
 
 @lru_cache(1)
-def _places(splits: tuple[tuple[int, ...], ...], split_of: tuple[int, ...], items: tuple[int, ...]) -> Places:
+def _places(
+    splits: tuple[tuple[int, ...], ...],
+    split_of: tuple[int, ...],
+    items: tuple[int, ...],
+    orders: tuple[tuple[int, ...], ...],
+) -> Places:
     """Return the places of a stream's bytes on the ranks of the trainer; those of the next version lie as these."""
-    return Places([splits[number] for number in split_of], items)
+    of_splits = orders or ((),) * len(splits)
+    return Places([splits[number] for number in split_of], items, [of_splits[number] for number in split_of])
 
 
 def _meet(membership: Membership, offer: Offer, worker: int, device: torch.device | None) -> None:

@@ -122,6 +122,9 @@ class Offer:
     """The bytes of a tensor on each of the trainer's ranks, for every way in which tensors lie."""
     split_of: tuple[int, ...]
     """Number of each tensor's split."""
+    orders: tuple[tuple[int, ...], ...] = ()
+    """The ranks in the order of their bytes, for every one of `splits`, empty where it is ascending; (): it always is.
+    """
     trainer: str = ""
     """Host of the group's store, as the server reaches it."""
     here: str = ""
@@ -154,8 +157,9 @@ class Offer:
             tensors = tuple(
                 StreamTensor(tensor["name"], tuple(tensor["shape"]), tensor["dtype"]) for tensor in plain["tensors"]
             )
-            splits = tuple(tuple(split) for split in plain["splits"])
-            offer = cls(**{**plain, "tensors": tensors, "splits": splits, "split_of": tuple(plain["split_of"])})
+            splits, orders = (tuple(map(tuple, listed)) for listed in (plain["splits"], plain.get("orders", ())))
+            lie = {"splits": splits, "split_of": tuple(plain["split_of"]), "orders": orders}
+            offer = cls(**{**plain, "tensors": tensors, **lie})
         except (TypeError, KeyError) as error:
             raise ValueError(f"the trainer's offer cannot be read: {error!r}") from error
         _check(offer)
@@ -229,6 +233,9 @@ def _check(offer: Offer) -> None:
             raise ValueError(f"the trainer's offer has a tensor {tensor!r:.200}")
     if not all(type(nbytes) is int and nbytes >= 0 for split in offer.splits for nbytes in split):
         raise ValueError(f"the trainer's offer has splits {offer.splits!r:.200}")
+    of_splits = offer.orders or ((),) * len(offer.splits)
+    if len(of_splits) != len(offer.splits) or not all(map(_is_order, of_splits, offer.splits)):
+        raise ValueError(f"the trainer's offer has orders {offer.orders!r:.200} of its splits")
     try:
         sizes = [sum(offer.splits[number]) for number in offer.split_of]
     except (IndexError, TypeError) as error:
@@ -237,3 +244,9 @@ def _check(offer: Offer) -> None:
         raise ValueError("the trainer's offer has splits of other sizes than its tensors")
     if offer.bucket_bytes < 1 or not 1 <= offer.first_rank <= offer.size - offer.count:
         raise ValueError(f"the trainer's offer has ranks from {offer.first_rank} of {offer.size}")
+
+
+def _is_order(order: tuple[int, ...], split: tuple[int, ...]) -> bool:
+    """Each rank that has bytes is in it once."""
+    known = all(type(rank) is int and 0 <= rank < len(split) for rank in order)
+    return not order or (known and len(set(order)) == len(order) and sum(split[rank] for rank in order) == sum(split))

@@ -179,11 +179,16 @@ class Broadcaster:
             )
 
     def open(
-        self, version: int, tensors: Sequence[StreamTensor], sizes: Sequence[tuple[int, ...]] | None = None
+        self,
+        version: int,
+        tensors: Sequence[StreamTensor],
+        sizes: Sequence[tuple[int, ...]] | None = None,
+        orders: Sequence[tuple[int, ...]] | None = None,
     ) -> Sending:
         """Give all that wait their places. Without any of them where the trainer cannot listen.
 
-        `sizes`: of each tensor, the bytes on each of the trainer's ranks; by default it has one rank.
+        `sizes`: of each tensor, the bytes on each of the trainer's ranks; by default it has one rank. `orders`: of each
+        tensor, the ranks in the order of their bytes, empty where it is ascending, as by default.
 
         A group has one wire: that of most servers. The others take the version's file.
         """
@@ -197,8 +202,9 @@ class Broadcaster:
         name = f"{self._life}-{next(self._numbers)}"
         deadline_s = SEND_S + sum(tensor.nbytes for tensor in tensors) / SEND_BYTES_PER_S
         sizes = [(tensor.nbytes,) for tensor in tensors] if sizes is None else sizes
-        splits = {split: number for number, split in enumerate(dict.fromkeys(sizes))}
-        split_of = tuple(splits[split] for split in sizes)
+        lie = list(zip(sizes, orders or [()] * len(sizes), strict=True))
+        ways = {way: number for number, way in enumerate(dict.fromkeys(lie))}
+        split_of, splits = tuple(ways[way] for way in lie), tuple(split for split, _ in ways)
         senders = tuple(sending_ranks(splits))
         listener = None
         if not (self.membership.stands and self._seating and self._seating.fits(waiting, wire, senders)):
@@ -211,7 +217,7 @@ class Broadcaster:
                 offer = Offer(
                     version, member.port, name, member.group, seating.first_ranks[parked.seat], parked.count,
                     member.size, member.bucket_bytes, member.silence_s, deadline_s,
-                    tuple(tensors), tuple(splits), split_of, wire=wire,
+                    tuple(tensors), splits, split_of, tuple(order for _, order in ways), wire=wire,
                 )  # fmt: skip
             parked.offer.set_result(offer)
         place = seating.member if seating else Member(0, name, 0, 1, self.bucket_bytes, self._silence_s, wire)

@@ -96,8 +96,8 @@ class WeightSource:
         """Two that are filled and sent in turn, and one for what comes in parts; empty while they are in use."""
         self.sizes: list[tuple[int, ...]] = []
         """Bytes of each tensor on each rank."""
-        self._orders: list[tuple[int, ...]] = []
-        """Ranks in the order of their bytes, of each tensor."""
+        self.orders: list[tuple[int, ...]] = []
+        """Ranks in the order of their bytes, of each tensor; empty where it is ascending."""
         self._places = Places((), ())
         self._finds_changes = finds_changes
         self._changes = ShareChanges(None, ())
@@ -145,9 +145,9 @@ class WeightSource:
         """Lay out the copies. Returns True if they lie as those of the version before."""
         tensors = tuple(StreamTensor(shard.name, shard.shape, shard.dtype) for shard in ordered)
         sizes, orders = [shard.rank_bytes for shard in ordered], [shard.order for shard in ordered]
-        if (tensors, sizes, orders) == (self.tensors, self.sizes, self._orders):
+        if (tensors, sizes, orders) == (self.tensors, self.sizes, self.orders):
             return True
-        self.tensors, self.sizes, self._orders = tensors, sizes, orders
+        self.tensors, self.sizes, self.orders = tensors, sizes, orders
         self._places = Places(sizes, [ITEM_BYTES[tensor.dtype] for tensor in tensors], orders)
         total = sum(each[self._rank] for each in sizes)
         if len(self._bytes) != total:

@@ -47,6 +47,7 @@ def test_offer_is_read_back() -> None:
         {"silence_s": 2},
         {"tensors": [], "split_of": []},
         {"splits": [[0, 12], [4, 8, 0]], "split_of": [1]},
+        {"splits": [[0, 12], [4, 8, 0]], "split_of": [1], "orders": [[], [1, 0]]},
     ],
     ids=repr,
 )
@@ -68,6 +69,7 @@ def test_workers_of_an_offer_have_places_in_a_row() -> None:
         {"tensors": [{"name": "w", "shape": [3], "dtype": "complex64"}]},
         {"tensors": [{"name": 3, "shape": [3], "dtype": "float32"}]},
         {"splits": 3}, {"splits": [3]}, {"splits": [[11]]}, {"splits": [[-12, 24]]}, {"splits": [[True]]},
+        {"orders": [[0], [0]]}, {"orders": [[1]]}, {"orders": [["0"]]}, {"splits": [[4, 8]], "orders": [[0]]},
         {"split_of": []}, {"split_of": [1]}, {"split_of": ["0"]}, {"split_of": [0, 0]},
     ],
     ids=repr,

@@ -79,8 +79,9 @@ class Broadcast:
         bucket_bytes: int,
         silence_s: float = 60.0,
         wire: str = "gloo/2",
+        order: tuple[int, ...] = (),
     ) -> None:
-        shards, self.stream = sharded(1, sizes)
+        shards, self.stream = sharded(1, sizes, order)
         ranks.take(1, shards)
         self.source, self.receive = ranks.sources[0], receive
         self.sending, offers = asyncio.run(self._places(bucket_bytes, silence_s, wire))
@@ -90,7 +91,7 @@ class Broadcast:
         broadcaster = Broadcaster(wires=[wire], bucket_bytes=bucket_bytes, silence_s=silence_s)
         waiting = [asyncio.create_task(broadcaster.park(2, wire)) for _ in range(2)]
         await asyncio.sleep(0)
-        sending = broadcaster.open(1, self.source.tensors, self.source.sizes)
+        sending = broadcaster.open(1, self.source.tensors, self.source.sizes, self.source.orders)
         here = {"trainer": "127.0.0.1", "here": "127.0.0.1"}
         return sending, [replace(offer, **here) for offer in await asyncio.gather(*waiting) if offer]
 
@@ -143,6 +144,18 @@ def test_every_worker_has_the_stream_and_each_rank_sends_its_own_bytes(
     own = [4 * sum(column) for column in zip(*sizes, strict=True)][1:]
     assert sorted(sent.values()) == sorted(filter(None, own)), "and rank 0 asks for nothing else"
     assert not [words for _, words in ranks.wire.sent if words[0] == 1 and len(words) == 4]
+
+
+@pytest.mark.parametrize("sizes", [SIZES["even"], SIZES["uneven"]], ids=["even", "uneven"])
+def test_every_worker_has_a_stream_whose_ranks_do_not_follow_each_other(
+    ranks: Ranks, threads: ThreadPoolExecutor, tmp_path: Path, sizes: list[tuple[int, ...]]
+) -> None:
+    """As stacked experts lie that ranks share out."""
+    broadcast = Broadcast(ranks, sizes, staged, bucket_bytes=200, order=(0, 2, 1, 3))
+    found, workers = broadcast.run(threads, tmp_path / "w")
+    assert broadcast.is_whole(tmp_path / "w")
+    expected = state_of(found.tensors), broadcast.stream.numpy().tobytes()
+    assert [worker.result() for worker in workers] == [expected] * WORKERS
 
 
 def in_place_until(lost: int, bucket: int) -> Callable[[Any, int], int]:

@@ -99,16 +99,17 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
     opened.stop()
 
 
-def sharded(version: int, sizes: list[tuple[int, ...]]) -> tuple[list[list[Shard]], Any]:
-    """Of tensors of so many values on each rank: each rank's shards, and the stream."""
+def sharded(version: int, sizes: list[tuple[int, ...]], order: tuple[int, ...] = ()) -> tuple[list[list[Shard]], Any]:
+    """Of tensors of so many values on each rank, which lie in this order: each rank's shards, and the stream."""
     shards: list[list[Shard]] = [[] for _ in sizes[0]]
     stream = []
     for number, each in enumerate(sizes):
         values = torch.arange(sum(each), dtype=torch.int32) + 1000 * number + 100_000 * version
         stream.append(values)
         rank_bytes = tuple(4 * size for size in each)
-        for own, part in zip(shards, values.split(list(each)), strict=True):
-            own.append(Shard(f"t{number}", (sum(each),), torch.int32, rank_bytes, part))
+        in_order = order or range(len(each))
+        for rank, part in zip(in_order, values.split([each[rank] for rank in in_order]), strict=True):
+            shards[rank].append(Shard(f"t{number}", (sum(each),), torch.int32, rank_bytes, part, order))
     return shards, torch.cat(stream).view(torch.uint8)
 
 
