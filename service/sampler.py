@@ -29,6 +29,7 @@ from penstock.service.job import ServiceJob, failed, outcome_of
 from penstock.service.messages import PROTOBUF, SampledTokens, write_sample
 from penstock.trainer.service import BadRequestData
 from penstock.transfer_queue import Announcement, ClientRequest, QueueUnavailable, RequestLog, RequestResult
+from penstock.weight_sync import WeightsRefused
 
 if TYPE_CHECKING:
     from penstock.trainer import TorchThread
@@ -133,7 +134,7 @@ class SampleRunner:
                 await asyncio.wait(self._tasks)
             try:
                 await self._mount(folder)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, WeightsRefused) as error:
                 logger.exception("adapter %s", folder)
                 for request_id, _, _ in self._waiting.pop(folder):
                     await self._finish(request_id, failed(f"its weights cannot be served: {error}", "server"))
@@ -163,7 +164,8 @@ class SampleRunner:
         return file and (file.st_ino, file.st_mtime_ns)
 
     async def _mount(self, folder: str | None) -> None:
-        """Raises `OSError`, `ValueError` for an adapter that cannot be read, `TimeoutError`."""
+        """Raises `OSError`, `ValueError` for an adapter that cannot be read, `TimeoutError`, `WeightsRefused` for a
+        base model that no adapter can be added to."""
         self._mounted, began = UNMOUNTED, time.monotonic()
         stamp = self._files_of(folder)
         path = None if folder is None else self._job.folder / folder

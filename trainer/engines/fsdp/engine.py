@@ -115,8 +115,8 @@ class FSDPEngine:
         if routers is None:
             return None
         loads, context = routers.take_load(), self.policy.context
-        for load in loads if context is not None else ():  # each of its ranks has counted its own tokens
-            for part in (load.chosen, load.probability, load.tokens):
+        if context is not None:  # each of its ranks has counted its own tokens
+            for part in (one for load in loads for one in (load.chosen, load.probability, load.tokens)):
                 dist.all_reduce(part, group=context.group)
         config = self.policy.model.config.get_text_config()
         return RouterLoads(loads, getattr(config, "router_aux_loss_coef", None) is not None)

@@ -71,6 +71,7 @@ class ShardedModule:
         """Leave the forward or backward that has failed: FSDP would stay in the middle of it, and the next one compute
         other numbers without an error. For a lone rank: of several, none continues."""
         if self._ranks.world == 1 and isinstance(self.module, FSDPModule):
+            self.module.zero_grad(set_to_none=True)  # nothing is left to reduce, which would take memory
             self.module._get_fsdp_state()._root_post_backward_final_callback()
 
     def reshard(self) -> None:
