@@ -9,15 +9,12 @@ what came before the fork, as after a crash. Its tools have states of their own,
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Sequence
 
 from penstock.agent_loops.config import ForksConfig
 from penstock.agent_loops.journal import EpisodeJournal, JournaledTurn
-from penstock.transfer_queue import JournalEntry, Lease, QueueUnavailable
-
-log = logging.getLogger(__name__)
+from penstock.transfer_queue import JournalEntry, Lease
 
 
 class Forks:
@@ -34,20 +31,12 @@ class Forks:
             return []
         return await self._journal.fork(turn, self._config.branches if count is None else count)
 
-    async def at_end(self) -> None:
-        """Forks a root at the turn that `agent.forks.turn` chooses. A repeat chooses the same one.
-
-        If the queue gives no answer, as one without memory, the members that wait start as roots: the episode's end,
-        which comes next, makes room.
-        """
+    async def at_end(self) -> list[str]:
+        """Forks a root at the turn that `agent.forks.turn` chooses. A repeat chooses the same one."""
         if self._config is None or self._config.turn == "loop" or self._journal.origin is not None:
-            return
+            return []
         turn = choose_turn(self._config.turn, self._journal.turns, seed=self._lease.episode_id)
-        try:
-            if turn is not None:
-                await self.fork(turn)
-        except QueueUnavailable as error:
-            log.warning("episode %s has no branches: %s", self._lease.episode_id, error)
+        return [] if turn is None else await self.fork(turn)
 
 
 def choose_turn(policy: str, turns: Sequence[JournaledTurn], seed: str) -> int | None:

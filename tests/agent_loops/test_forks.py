@@ -18,7 +18,7 @@ from penstock.agent_loops.forks import choose_turn, mean_entropy
 from penstock.agent_loops.journal import SESSIONS, JournaledTurn
 from penstock.agent_loops.loops import ToolAgentLoop
 from penstock.testing import FakeClient, MemoryTransferQueue
-from penstock.transfer_queue import JournalEntry, JournalKind, Limits, Origin, OutcomeKind, QueueUnavailable, Trajectory
+from penstock.transfer_queue import JournalEntry, JournalKind, Limits, Origin, OutcomeKind, Trajectory
 
 TURNS = 3
 """Turns with a call; an answer follows."""
@@ -265,18 +265,6 @@ async def test_a_root_is_forked_once_it_has_ended(stage_of):
     stage = await stage_of(ToolAgentLoop, turn="entropy")
     trajectories = await stage.finish()
     assert {(origin.parent, origin.turn) for origin in origins(trajectories).values()} == {("train/00000000#0", 0)}
-
-
-async def test_a_root_that_a_full_queue_does_not_fork_still_ends(stage_of):
-    """Its end makes room, and a fork needs some: waiting for each other they would never end."""
-    stage = await stage_of(ToolAgentLoop, turn="entropy")
-
-    async def full(*_):
-        raise QueueUnavailable("fork: no answer from redis for 60 s: OOM")
-
-    stage.queue.fork = full
-    trajectories = await stage.finish()
-    assert (len(trajectories), origins(trajectories)) == (4, {})
 
 
 class Lasting(AgentLoopBase):
