@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +38,15 @@ def test_a_second_interrupt_ends_the_run_without_a_traceback(start_run: Callable
     assert_nothing_left(run, pids)
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP as a shell leaves it, also where these tests run below nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_a_signal_that_ends_stops_the_run_in_order(number: signal.Signals) -> None:
     waiting = asyncio.create_task(until_interrupted(None))
