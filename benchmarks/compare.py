@@ -1,4 +1,4 @@
-"""A run of ours beside TRL's GRPOTrainer, from start to a goal: CPU seconds and wall time.
+"""Compares `penstock run` with TRL's GRPOTrainer: CPU seconds and wall time from the start to a goal.
 
     penstock bench compare --json
     penstock bench compare --model smollm2-135m --json
@@ -62,7 +62,7 @@ class UnknownSide(Exception):
 
 @dataclass(frozen=True)
 class CompareExtent:
-    """What is measured, from the environment."""
+    """The extent of the measurement, read from the environment."""
 
     model: str
     seeds: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Whether forked episodes learn more than separate ones from as many sampled tokens.
+"""Compares forked episodes with separate ones at as many sampled tokens: reward and held-out evaluation.
 
     penstock bench trees --json
 
@@ -42,7 +42,7 @@ from penstock.transfer_queue import Archive
 BASE = "recipes/calculator/model"
 GROUPS, TREE_GROUPS = 8, 14
 SAMPLES = 8
-"""Of each task in an evaluation."""
+"""Samples of each task in an evaluation."""
 GRPO = (f"groups_per_step={GROUPS}", "trainer.advantage=grpo", "agent.forks=null")
 TREE = (
     *(f"groups_per_step={TREE_GROUPS}", "trainer.advantage=tree_rl"),
@@ -88,14 +88,14 @@ def measure() -> dict[str, Any]:
     folder = Path(os.environ.get("PENSTOCK_BENCH_FOLDER", "runs/trees")).resolve()
     tasks = os.environ.get("PENSTOCK_BENCH_TASKS", ",".join(TASKS)).split(",")
     seeds = [int(one) for one in os.environ.get("PENSTOCK_BENCH_SEEDS", "0,1,2").split(",")]
-    wanted = [(task, side, seed) for seed in seeds for task in tasks for side in SIDES]
-    missing = [key for key in wanted if not _file(folder, *key).exists()]
+    keys = [(task, side, seed) for seed in seeds for task in tasks for side in SIDES]
+    missing = [key for key in keys if not _file(folder, *key).exists()]
     chosen = missing[: int(os.environ.get("PENSTOCK_BENCH_MAX_RUNS", len(missing)))]
     for number, key in enumerate(chosen):
         say(f"trees: run {number + 1} of {len(chosen)}: {', '.join(map(str, key))}")
         _carry_out(folder, *key)
-    runs = {key: _kept(file) for key in wanted if (file := _file(folder, *key)).exists()}
-    setup = {**processor(), "folder": str(folder), "missing": [_name(*key) for key in wanted if key not in runs]}
+    runs = {key: _kept(file) for key in keys if (file := _file(folder, *key)).exists()}
+    setup = {**processor(), "folder": str(folder), "missing": [_name(*key) for key in keys if key not in runs]}
     figures = {_name(*key): _figures(run) for key, run in runs.items()}
     return {"bench": "trees", "ratio": _ratios(runs), "figures": figures, "setup": setup}
 

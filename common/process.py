@@ -56,7 +56,7 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
         return
     parent = int(os.environ.pop(PARENT_VARIABLE, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:  # it died before the kernel was told
+    if os.getppid() != parent:  # it died before the call to prctl
         os.kill(os.getpid(), signum)
 
 

@@ -27,14 +27,14 @@ TOOL_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class CompareTask:
-    """What all sides learn."""
+    """The task that all sides learn."""
 
     recipe: Path
     goal: float
     """Mean reward"""
     overrides: tuple[str, ...] = ()
     trl_threads: int = 1
-    """Of TRL's one process; each of ours has one"""
+    """Threads of TRL's one process; each process of Penstock has one"""
 
     def config(self, overrides: Sequence[str], seed: int, steps: int, folder: Path) -> tuple[RunConfig, list[str]]:
         """The recipe without evaluation and checkpoints on the way, as TRL's program; it ends at the goal."""

@@ -73,7 +73,7 @@ class TrlJob:
     reward: str
     """File of the recipe's `compute_score`"""
     threads: int
-    """Of torch"""
+    """Threads of torch"""
     tool: dict[str, Any] | None
     """The `python` tool's schema, as the prompt shows it; None: the task has no tool"""
     command: tuple[str, ...] | None

@@ -100,11 +100,11 @@ def writer(folder: Path, rewards: list[float], status: int = 0) -> Program:
 
 
 def test_a_program_is_followed_to_its_goal(tmp_path: Path) -> None:
-    found = follow(writer(tmp_path, [0.5, 0.9, 0.9, 0.9, 0.1]), 60.0, 0.9)
-    assert [step.reward for step in found.steps] == [0.5, 0.9, 0.9, 0.9], "what comes after the goal does not count"
-    assert found.reached
-    assert 0 < found.cpu_first_s <= found.cpu_s <= found.cpu_end_s
-    assert found.cpu_end_s > 1.0
+    run = follow(writer(tmp_path, [0.5, 0.9, 0.9, 0.9, 0.1]), 60.0, 0.9)
+    assert [step.reward for step in run.steps] == [0.5, 0.9, 0.9, 0.9], "what comes after the goal does not count"
+    assert run.reached
+    assert 0 < run.cpu_first_s <= run.cpu_s <= run.cpu_end_s
+    assert run.cpu_end_s > 1.0
 
 
 def test_a_program_that_fails_is_no_measurement(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_trl_reads_the_prompts_of_a_task_without_a_tool(tmp_path: Path) -> None:
 
 
 def beside_trl(program: str, job: TrlJob, folder: Path) -> str:
-    """What a program prints that sees TRL's packages."""
+    """Returns the output of a program that can import TRL."""
     environment = {**os.environ, **trl_environment(str(FOLDER)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program, job.dump()]
     ended = subprocess.run(command, check=False, env=environment, cwd=folder, capture_output=True, text=True)

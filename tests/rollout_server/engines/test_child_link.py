@@ -1,4 +1,4 @@
-"""The connection to a child process of ours: what becomes of those that wait when the child ends."""
+"""The connection to a child process: callers that wait fail when the child ends."""
 
 from __future__ import annotations
 

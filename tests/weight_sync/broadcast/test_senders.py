@@ -150,7 +150,7 @@ def test_every_worker_has_the_stream_and_each_rank_sends_its_own_bytes(
 def test_every_worker_has_a_stream_whose_ranks_do_not_follow_each_other(
     ranks: Ranks, threads: ThreadPoolExecutor, tmp_path: Path, sizes: list[tuple[int, ...]]
 ) -> None:
-    """As stacked experts lie that ranks share out."""
+    """The layout of stacked experts under expert parallelism."""
     broadcast = Broadcast(ranks, sizes, staged, bucket_bytes=200, order=(0, 2, 1, 3))
     found, workers = broadcast.run(threads, tmp_path / "w")
     assert broadcast.is_whole(tmp_path / "w")

@@ -100,7 +100,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 def sharded(version: int, sizes: list[tuple[int, ...]], order: tuple[int, ...] = ()) -> tuple[list[list[Shard]], Any]:
-    """Of tensors of so many values on each rank, which lie in this order: each rank's shards, and the stream."""
+    """Returns each rank's shards and the stream. `order`: the ranks in the order of their bytes in a tensor."""
     shards: list[list[Shard]] = [[] for _ in sizes[0]]
     stream = []
     for number, each in enumerate(sizes):

@@ -28,7 +28,7 @@ QUICK_TO_NOTICE = {
     "RAY_health_check_failure_threshold": "5",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_worker_niceness": "0",  # Ray's 15 starves roles beside other work
+    "RAY_worker_niceness": "0",  # Ray's default of 15 starves roles on a busy machine
 }
 """A node that refuses connections is given up after some seconds; one that is slow, on a busy machine, is not.
 

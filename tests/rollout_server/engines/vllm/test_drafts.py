@@ -80,10 +80,10 @@ def scores(logprobs: Any, ids: Any) -> list[float]:
     order = logprobs.argsort(-1, descending=True)
     rank = (order == ids[..., None]).int().argmax(-1)
     likely = logprobs.gather(2, order).exp()
-    found = []
+    standard_scores = []
     for first, last in RANKS:
         expected = likely[..., first:last].sum(-1).double()
         seen = ((rank >= first) & (rank < last)).double()
         spread = (expected * (1 - expected)).sum().sqrt()
-        found.append(float((seen - expected).sum() / spread))
-    return found
+        standard_scores.append(float((seen - expected).sum() / spread))
+    return standard_scores
