@@ -32,6 +32,8 @@ class RunDir:
         self.root = root
         self.config = root / RUN_FILE
         self.code = root / CODE
+        self.datasets = root / "datasets.json"
+        """Digests of the datasets that the newest life reads, by setting."""
         self.identity = root / "run.id"
         """The run's id in the queue; made with the folder."""
         self.connect_env = root / "connect.env"

@@ -22,6 +22,7 @@ from .data.order import tasks_again as tasks_again
 from .data.order import write_weights as write_weights
 from .data.rows import DataError as DataError
 from .data.rows import DatasetRow as DatasetRow
+from .data.rows import dataset_digest as dataset_digest
 from .data.rows import load_rows as load_rows
 from .export import export_checkpoint as export_checkpoint
 from .job import BadJob as BadJob

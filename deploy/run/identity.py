@@ -6,6 +6,7 @@ run.id in the run's folder ─► RunIdentity ─► create_run: another run of 
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ import yaml
 from penstock.common import write_atomically
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
 from penstock.deploy.run_dir import RunDir
+from penstock.trainer import DataError, dataset_digest
 from penstock.transfer_queue import RunIdentity, RunRecord, Status
 from penstock.transfer_queue.redis import redact
 
@@ -42,18 +44,33 @@ def refuse_another_model(run: RunDir, config: RunConfig) -> None:
         )
 
 
-def changed_settings(run: RunDir, config: RunConfig) -> list[str]:
-    """``KEY: OLD → NEW`` of each setting in which the run's file differs, and the Python files that were edited.
+def dataset_digests(config: RunConfig) -> dict[str, str]:
+    """Return the digest of the files of ``data.train`` and ``data.eval``, by setting. Raises `ConfigError`.
 
-    A moved folder is not a change.
+    A dataset that is not on this machine has none: the trainer reads it, perhaps elsewhere.
+    """
+    paths = {"data.train": config.data.train, "data.eval": config.data.eval}
+    try:
+        return {key: dataset_digest(path) for key, path in paths.items() if path and Path(path).exists()}
+    except (DataError, OSError) as error:
+        raise ConfigError(f"data: {error}") from error
+
+
+def changed_settings(run: RunDir, config: RunConfig, datasets: Mapping[str, str] | None = None) -> list[str]:
+    """``KEY: OLD → NEW`` of each setting in which the run's file differs, and the Python files and datasets that were
+    edited.
+
+    A moved folder is not a change. `datasets`: see `dataset_digests`; None compares none.
     """
     if not run.config.exists():
         return []
     old, new = (_leaves(yaml.safe_load(text)) for text in (run.config.read_text(), dump_config(config, run.root)))
-    keys = (key for key in sorted(old.keys() | new.keys()) if old.get(key, "unset") != new.get(key, "unset"))
-    edited = [f"{file}: edited since" for file in run.changed_code(config)]
+    keys = [key for key in sorted(old.keys() | new.keys()) if old.get(key, "unset") != new.get(key, "unset")]
     changes = (f"{key}: {old.get(key, 'unset')} → {new.get(key, 'unset')}" for key in keys)
-    return [*map(redact, changes), *edited]  # URLs may have passwords
+    known = json.loads(run.datasets.read_text()) if run.datasets.exists() else {}
+    edited = [str(file) for file in run.changed_code(config)]
+    edited += [key for key, digest in (datasets or {}).items() if known.get(key, digest) != digest and key not in keys]
+    return [*map(redact, changes), *(f"{name}: edited since" for name in edited)]  # URLs may have passwords
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -30,7 +31,7 @@ from typing import Any
 
 import yaml
 
-from penstock.common import NotPrivate, keep_logs_bounded, rewrite_jsonl
+from penstock.common import NotPrivate, keep_logs_bounded, rewrite_jsonl, write_atomically
 from penstock.datasets import BadSpec, materialise_all
 from penstock.deploy.config import ConfigError, RunConfig, dump_config
 from penstock.deploy.run.connection import (
@@ -45,7 +46,13 @@ from penstock.deploy.run.connection import (
 )
 from penstock.deploy.run.console import drop_without_terminal
 from penstock.deploy.run.head_lease import run_headed
-from penstock.deploy.run.identity import changed_settings, describe_found, identity_of, refuse_another_model
+from penstock.deploy.run.identity import (
+    changed_settings,
+    dataset_digests,
+    describe_found,
+    identity_of,
+    refuse_another_model,
+)
 from penstock.deploy.run.plan import ADDED, page_roles, roles_of
 from penstock.deploy.run.processes import RoleFailed, RoleProcess
 from penstock.deploy.run.report import BudgetSpent, Reporter, restarts_of
@@ -84,15 +91,17 @@ async def _launch(config: RunConfig, resume: bool, placement: Placement) -> Path
             refuse_another_model(run, config)
         run.logs.mkdir(exist_ok=True)
         config = _with_files(config, run)
+        datasets = dataset_digests(config)
         limits = limits_of(config)
         check_step_bytes(replace(limits, group_size=config.largest_group), config.agent.most_response_tokens)
         async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
             identity = identity_of(config, run)
             record = await queue.create_run(limits, dump_config(config), identity)
-            changes = changed_settings(run, config) if resume else []
+            changes = changed_settings(run, config, datasets) if resume else []
             summary = describe_found(record, await queue.status(), identity, changes) if resume else ""
             # Files that a head which was refused must not take from the one that lives.
             run.write_config(config)
+            write_atomically(run.datasets, json.dumps(datasets, indent=1) + "\n")
             with connect_file(link, run):
                 async with open_weights(config, link.token), placement.open(config, run):
                     await _run_roles(config, run, link, queue, placement, keepers=[*keepers, keeping], summary=summary)

@@ -16,6 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import xxhash
+
 from penstock.common.parquet import BadParquet, parquet_rows
 from penstock.trainer.data.image_column import COLUMN, BadImages, with_pictures
 from penstock.trainer.data.messages import BadMessages, from_json_text, read_messages, text_of
@@ -75,6 +77,16 @@ def load_rows(path: str | Path, limit: int = 0) -> list[DatasetRow]:
     if not rows:
         raise DataError(f"dataset {path} has no rows")
     return rows
+
+
+def dataset_digest(path: str | Path) -> str:
+    """Return the xxh3 of all files that `load_rows` reads, in its order. Raises `DataError`, and `OSError`."""
+    digest = xxhash.xxh3_64()
+    for file in _files_of(Path(path)):
+        with file.open("rb") as opened:
+            while block := opened.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def _files_of(path: Path) -> list[Path]:

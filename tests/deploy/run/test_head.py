@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import subprocess
 import sys
 from datetime import date
@@ -18,7 +19,7 @@ from penstock.deploy import RunConfig, RunConnection, RunDir, load_config
 from penstock.deploy.config import dump_config
 from penstock.deploy.run.connection import connect_file
 from penstock.deploy.run.head_lease import HeadLease, HeadTaken
-from penstock.deploy.run.identity import changed_settings, describe_found, identity_of
+from penstock.deploy.run.identity import changed_settings, dataset_digests, describe_found, identity_of
 from penstock.deploy.run.launcher import _with_files, launch
 from penstock.testing import MemoryTransferQueue
 from penstock.trainer import DataConfig
@@ -196,6 +197,28 @@ async def test_resume_names_the_run_in_the_queue(mine: tuple[RunConfig, RunDir])
             now is changed,
             now is changed,
         )
+
+
+async def test_rows_that_were_edited_between_lives_are_named(
+    queue: MemoryTransferQueue, mine: tuple[RunConfig, RunDir], tmp_path: Path
+) -> None:
+    before, run = mine
+    train, other = tmp_path / "train.jsonl", tmp_path / "other.jsonl"
+    train.write_text('{"row": 1}\n')
+    other.write_text('{"row": 2}\n')
+    config = before.model_copy(update={"data": before.data.model_copy(update={"train": str(train), "eval": None})})
+    run.write_config(config)
+    run.datasets.write_text(json.dumps(dataset_digests(config)))
+    assert changed_settings(run, config, dataset_digests(config)) == []
+    train.write_text('{"row": 2}\n')
+    changes = changed_settings(run, config, dataset_digests(config))
+    assert changes == ["data.train: edited since"]
+    identity = identity_of(config, run)
+    await queue.create_run(LIMITS, "", identity)
+    record = await queue.create_run(LIMITS, "", identity)
+    assert "rows come in another order" in describe_found(record, await queue.status(), identity, changes)
+    moved = config.model_copy(update={"data": config.data.model_copy(update={"train": str(other)})})
+    assert changed_settings(run, moved, dataset_digests(moved)) == [f"data.train: {train} → {other}"]
 
 
 def test_a_moved_folder_is_no_change_and_each_changed_key_is_named(mine: tuple[RunConfig, RunDir]) -> None:
