@@ -232,12 +232,12 @@ def life_of_process() -> str:
     return os.environ.get(LIFE_VARIABLE) or process_identity()
 
 
-def process_has_ended(identity: str) -> bool:
-    """Returns True if the process of that `process_identity` has ended; False for another machine or namespace."""
+def process_has_ended(identity: str) -> bool | None:
+    """Returns True if the process of that `process_identity` has ended; None for another machine, namespace or boot."""
     place, _, process = identity.rpartition(":")
     place, _, pid = place.rpartition(":")
     if not place or place != _namespace():
-        return False
+        return None
     fields = _stat(PROC / pid)
     return not fields or fields[_START] != process or fields[_STATE] in ("Z", "X")
 

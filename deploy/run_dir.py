@@ -21,6 +21,9 @@ END_SUFFIX = ".end"
 HEAD_LINE = "# head: "
 """Prefix in connect.env of the `process_identity` of the `penstock run` that wrote it."""
 
+HEAD_SILENCE_S = 60.0
+"""A head of which this machine knows no process, and that wrote nothing for this long, has ended."""
+
 EVALUATION_SETTINGS = "settings.json"
 """A file that only the folder of an evaluation has."""
 
@@ -101,16 +104,18 @@ class RunDir:
         write_atomically(self.config, dump_config(config, self.root))
 
     def is_alive(self) -> bool:
-        """Return True if the head that connect.env names has not ended, as far as this machine can tell.
+        """Return True if the head that connect.env names has not ended. The lock may say nothing of another machine's.
 
-        The lock may say nothing of a head on another machine.
+        Of a head on another machine, or before a reboot of this one, the files tell: it writes lives.json every 5 s.
         """
         try:
             lines = self.connect_env.read_text(encoding="utf-8").splitlines()
+            written = max((f.stat().st_mtime for f in (self.connect_env, self.lives) if f.exists()), default=0.0)
         except OSError:
             return False  # it has ended, ends at this moment, or is another user's
         head = next((line.removeprefix(HEAD_LINE) for line in lines if line.startswith(HEAD_LINE)), "")
-        return not process_has_ended(head)
+        ended = process_has_ended(head)
+        return time.time() - written < HEAD_SILENCE_S if ended is None else not ended
 
     def changed_code(self, config: RunConfig) -> list[Path]:
         """Return the Python files of `config` whose text is not the one that the run has a copy of."""

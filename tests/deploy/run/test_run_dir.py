@@ -1,5 +1,7 @@
 """The lock of a run's folder, and when its name is free again."""
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,17 @@ def test_an_untrained_run_that_may_live_keeps_its_name(tmp_path: Path, head: str
     run.config.write_text("name: mine")
     run.connect_env.write_text(f"export PENSTOCK_RUN=mine\n{head}\n")
     refused(run, "--resume")
+
+
+def test_a_head_elsewhere_lives_while_it_writes(tmp_path: Path) -> None:
+    """Also that of this machine before a reboot: its run was alive for ever."""
+    run = RunDir(tmp_path)
+    run.connect_env.write_text("# head: another-boot:1:2:3\n")
+    run.lives.write_text("{}")
+    long_ago = time.time() - 600
+    for written, alive in ((run.lives, True), (run.connect_env, False)):
+        os.utime(written, (long_ago, long_ago))
+        assert run.is_alive() is alive
+    run.connect_env.write_text(f"# head: {process_identity()}\n")
+    os.utime(run.connect_env, (long_ago, long_ago))
+    assert run.is_alive(), "a process of this machine lives though it is stopped"
