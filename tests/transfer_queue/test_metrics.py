@@ -185,10 +185,13 @@ def long_turn(number: int) -> JournalEntry:
     return JournalEntry(JournalKind.SAMPLED, number, 1, ids, -ids.astype(np.float32), spans)
 
 
+EPISODES = 128
+
+
 @pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.deep), 8])
 @pytest.mark.redis
 async def test_bytes_agree_with_redis_in_every_state(queue: RedisTransferQueue, group_size: int) -> None:
-    await queue.create_run(Limits(group_size, 512 // group_size, max_staleness=0, min_group=1), "x")
+    await queue.create_run(Limits(group_size, EPISODES // group_size, max_staleness=0, min_group=1), "x")
     empty = await used(queue)
 
     async def agrees(what: str) -> None:
@@ -198,9 +201,9 @@ async def test_bytes_agree_with_redis_in_every_state(queue: RedisTransferQueue, 
 
     await queue.submit([long_task(number) for number in range(3000)], cursor=at(3000))
     await agrees("queued")
-    leases = await queue.lease_episodes("worker", 512, 0)
+    leases = await queue.lease_episodes("worker", EPISODES, 0)
     await agrees("leased")
-    for lease in leases[:200]:
+    for lease in leases[: EPISODES // 2]:
         for number in range(4):
             await queue.journal(lease, long_turn(number), number)
     await agrees("journaled")

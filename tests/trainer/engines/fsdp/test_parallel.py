@@ -29,8 +29,6 @@ LORA = {"lora": {"rank": 4}, "kl": {"in_loss": 0.01}}
 FOUR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FSDP": ({}, {}),
     "CP x TP, everything": ({"context": 2, "tensor": 2}, CRITIC),
-}
-DEEP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "HSDP": ({"replicate": 2}, {"activation_offload": True}),
     "HSDP, everything": ({"replicate": 2}, CRITIC),
     "HSDP, one shard each": ({"replicate": 4}, {}),
@@ -46,7 +44,6 @@ DEEP: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "HSDP x CP": ({"replicate": 2, "context": 2}, {}),
     "HSDP x TP": ({"replicate": 2, "tensor": 2}, {}),
 }
-"""Also on four ranks, in a launch of their own."""
 TWO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "FSDP, everything": ({}, CRITIC),
     "TP, LoRA": ({"tensor": 2}, LORA),
@@ -111,14 +108,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
-    return launch(tmp_path_factory.mktemp("four"), tiny_model, 4, cases_of(FOUR))
-
-
-@pytest.fixture(scope="module")
-def replicated(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
-    folder = tmp_path_factory.mktemp("replicated")
-    launch(folder, tiny_model, 4, cases_of(DEEP))
+def four(alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> Path:
+    folder = tmp_path_factory.mktemp("four")
+    launch(folder, tiny_model, 4, cases_of(FOUR))
     resumed = {}
     for name, (saved, parallel) in GOING_ON.items():
         copy_checkpoint(folder / saved, folder / name)
@@ -145,25 +137,18 @@ def copy_checkpoint(run: Path, other: Path) -> None:
     shutil.copytree(run / "checkpoints" / "step_00000002", other / "checkpoints" / "step_00000002")
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("layout", FOUR)
 def test_four_ranks_give_one_process_results(layout: str, alone: dict[str, Path], four: Path) -> None:
     assert_same(alone[without_memory_settings(FOUR[layout][1])], four / layout, 2)
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("layout", DEEP)
-def test_replicated_shards_give_one_process_results(layout: str, alone: dict[str, Path], replicated: Path) -> None:
-    assert_same(alone[without_memory_settings(DEEP[layout][1])], replicated / layout, 2)
-
-
-@pytest.mark.deep
-def test_a_checkpoint_holds_each_shard_once_and_goes_on_with_other_replicas(
-    alone: dict[str, Path], replicated: Path
-) -> None:
+def test_a_checkpoint_holds_each_shard_once_and_goes_on_with_other_replicas(alone: dict[str, Path], four: Path) -> None:
     for resumed in GOING_ON:
-        assert_same(alone["{}"], replicated / resumed, 3)
+        assert_same(alone["{}"], four / resumed, 3)
     for name, shards in (("HSDP", 2), ("HSDP, one shard each", 1)):
-        saved = replicated / name / "checkpoints" / "step_00000002"
+        saved = four / name / "checkpoints" / "step_00000002"
         metadata = FileSystemReader(saved).read_metadata()
         (key,) = (one for one in metadata.state_dict_metadata if one.endswith("model.layers.0.mlp.up_proj.weight"))
         assert len(metadata.state_dict_metadata[key].chunks) == shards
@@ -178,28 +163,27 @@ def test_two_ranks_give_one_process_results(layout: str, alone: dict[str, Path],
 
 
 def test_the_loss_has_the_same_bits_with_other_rows_on_other_ranks_in_other_packs(
-    alone: dict[str, Path], four: Path
+    alone: dict[str, Path], two: Path
 ) -> None:
-    assert metrics(four / "FSDP", 2)[0]["loss"] == metrics(alone["{}"], 2)[0]["loss"]
+    layout, (_, config) = "FSDP, everything", TWO["FSDP, everything"]
+    assert metrics(two / layout, 2)[0]["loss"] == metrics(alone[str(config)], 2)[0]["loss"]
 
 
 def test_split_matrices_go_on_where_one_process_saved(alone: dict[str, Path], two: Path) -> None:
     assert_same(alone["{}"], two / RESUMED, 3)
 
 
-@pytest.mark.parametrize(
-    ("launched", "layout"), [("four", "FSDP"), pytest.param("replicated", "FSDP x TP", marks=pytest.mark.deep)]
-)
+@pytest.mark.deep
+@pytest.mark.parametrize("layout", ["FSDP", "FSDP x TP"])
 def test_one_process_goes_on_where_four_ranks_saved(
-    launched: str,
     layout: str,
     alone: dict[str, Path],
-    request: pytest.FixtureRequest,
+    four: Path,
     tmp_path: Path,
     tiny_model: str,
     ranks: Ranks,
 ) -> None:
-    copy_checkpoint(request.getfixturevalue(launched) / layout, tmp_path)
+    copy_checkpoint(four / layout, tmp_path)
     parallel_ranks.run(ranks, tmp_path, tiny_model, {"config": {}, "steps": 1, "resume": True})
     assert_same(alone["{}"], tmp_path, 3)
 
@@ -210,9 +194,8 @@ def test_what_is_silently_wrong_over_gloo_is_right(two: Path) -> None:
     assert not [line for line in lines if not line.endswith("ok")]
 
 
-@pytest.mark.parametrize("launched", ["two", "four"])
-def test_no_thread_of_gloo_outlives_its_groups(launched: str, request: pytest.FixtureRequest) -> None:
-    assert not threads_of_gloo(request.getfixturevalue(launched)), "one of them could abort the ending interpreter"
+def test_no_thread_of_gloo_outlives_its_groups(two: Path) -> None:
+    assert not threads_of_gloo(two), "one of them could abort the ending interpreter"
 
 
 @pytest.mark.parametrize(
