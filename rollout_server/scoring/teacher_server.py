@@ -29,6 +29,8 @@ from penstock.rollout_server.scoring.batcher import Batcher, Busy, Late
 from penstock.rollout_server.scoring.teacher_scorer import JudgedRow, TeacherRow, TokenScorer
 
 MOST_TOP_K = 1024
+MOST_LOGPROBS = 2 << 20
+"""Of one answer, some 100 bytes each while it is made. Agent workers ask for no more either."""
 TeacherBatcher = Batcher[TeacherRow, JudgedRow]
 
 
@@ -121,5 +123,8 @@ def _problem(body: CompletionBody, scorer: TokenScorer) -> str:
         return f"prompt_logprobs: {body.prompt_logprobs}, the vocabulary has {scorer.vocabulary}"
     if len(ids) > scorer.max_tokens:
         return f"prompt: {len(ids)} tokens, the model reads {scorer.max_tokens}"
+    if len(ids) * (body.prompt_logprobs + 1) > MOST_LOGPROBS:
+        most = MOST_LOGPROBS // len(ids) - 1
+        return f"prompt_logprobs: {body.prompt_logprobs}, of {len(ids)} tokens at most {most} in one answer"
     wrong = next((token for token in ids if not 0 <= token < scorer.vocabulary), None)
     return "" if wrong is None else f"prompt: token id {wrong} is outside the vocabulary of {scorer.vocabulary}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -111,3 +112,13 @@ async def test_routes_need_the_token_and_refuse_what_they_cannot_judge(url: str)
         assert answer["choices"][0]["prompt_logprobs"] == [None]
         assert (await client.get("/health")).json()["waiting"] == 0
         assert "penstock_teacher_tokens_total" in (await client.get("/metrics")).text
+
+
+async def test_an_answer_that_memory_has_no_room_for_is_refused(serve: Callable[[Any], Any]) -> None:
+    """32,768 tokens with 1,024 likeliest each took gigabytes as Python objects."""
+    scorer = SimpleNamespace(vocabulary=200_000, max_tokens=32_768, score=None)
+    url = await serve(build_teacher_app(cast("TokenScorer", scorer), TOKEN, "large"))
+    async with httpx.AsyncClient(base_url=url, headers=HEADERS) as client:
+        body = {"prompt": [1] * 32_768, "prompt_logprobs": 1024}
+        refused = await client.post("/v1/completions", json=body)
+    assert (refused.status_code, "of 32768 tokens at most 63 in one answer" in refused.text) == (422, True)
