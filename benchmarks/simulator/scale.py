@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.simulator.hardware import MACHINES, MODELS, Model, gradient_exchange_s, token_s, token_s_per_sequence
+from benchmarks.simulator.mixtures import layout_table
 from benchmarks.simulator.rates import MEASURED, MEASURED_AT, PAUSE_P50_S, PAUSE_P99_S, PAUSED_MB, PLAN_INPUTS, planned
 from penstock.simulator.config import LogNormal, Rollout, Simulation, Trainer, Weights, Work
 from penstock.simulator.pipeline import simulate
@@ -233,6 +234,7 @@ TABLES = {
     "steps": step_table,
     "queue": queue_table,
     "weights": weight_table,
+    "layouts": layout_table,
     "weights_cited": cited_weight_table,
     "rates": rate_table,
     "inputs": input_table,

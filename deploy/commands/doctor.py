@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +17,11 @@ from penstock.deploy.commands.shared import AsJson, Overrides, own_or_shipped
 from penstock.deploy.config import ConfigError, load_config
 
 if TYPE_CHECKING:
+    from penstock.deploy.config import RunConfig
     from penstock.deploy.preflight.check import Check
+    from penstock.deploy.preflight.layouts import Layout
     from penstock.deploy.preflight.memory_checks import RecipeMemory
+    from penstock.deploy.preflight.model_shape import ModelShape
 
 STYLES = {"ok": "green", "warn": "yellow", "skip": "dim", "FAIL": "red"}
 
@@ -45,7 +50,13 @@ def doctor(
         typer.Option(
             "--config",
             metavar="FILE",
-            help="With --recipes: the config.json, or its folder, whose sizes count for every model.",
+            help="With --recipes or --gpus: the config.json, or its folder, with the sizes of the model.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", metavar="COUNTxGB", help="Propose layouts of the recipe's trainer on so many GPUs, such as 64x80."
         ),
     ] = None,
 ) -> None:
@@ -58,8 +69,11 @@ def doctor(
     penstock doctor service.yaml --serve
     . runs/mine/connect.env; penstock doctor --join
     penstock doctor --recipes recipes
+    penstock doctor recipes/retool/gpu8.yaml model=Qwen/Qwen3-30B-A3B --gpus 64x80
     """
     try:
+        if gpus is not None:
+            raise typer.Exit(0 if _layouts(recipe, overrides or [], gpus, described, as_json) else 1)
         if recipes is not None or described is not None:
             raise typer.Exit(0 if _of_folder(recipes, described, as_json, alone=recipe is None and not join) else 1)
         checks = _joining(recipe, overrides or []) if join else _running(recipe, overrides or [], serve=serve)
@@ -174,3 +188,61 @@ def _row(one: RecipeMemory) -> tuple[str, ...]:
     gpus = f"{one.gpus.count} x {one.gpus.bytes >> 30} GB" if one.gpus else ""
     sums = (human(sum(one.parts.values())), human(one.limit)) if one.parts else ("", "")
     return (one.check.verdict, one.recipe, one.model, gpus, *sums)
+
+
+# layouts -------------------------------------------------------------------------------------------------------------
+SHOWN_LAYOUTS = 8
+
+
+def _layouts(recipe: Path | None, overrides: list[str], gpus: str, described: Path | None, as_json: bool) -> bool:
+    """Return True if a layout fits. Raises `ConfigError`."""
+    from penstock.deploy.preflight.layouts import USABLE, find_layouts
+    from penstock.deploy.preflight.model_shape import described_shape, find_shape
+
+    if (match := re.fullmatch(r"(\d+)x(\d+)", gpus)) is None or 0 in (count := (int(match[1]), int(match[2]))):
+        raise ConfigError(f"--gpus {gpus}: give the trainer's GPUs and the GB of each, such as 64x80")
+    if recipe is None:
+        raise ConfigError("--gpus goes with a RECIPE: its model and the lengths of its rows decide what fits")
+    config = load_config(recipe, overrides)
+    shape = described_shape(described) if described is not None else find_shape(config)[0]
+    if shape is None:
+        raise ConfigError(f"--gpus: the sizes of {config.model} are not known here: name its config.json with --config")
+    layouts = find_layouts(config, shape, count[0], count[1] << 30)
+    limit = USABLE * (count[1] << 30)
+    fits = layouts[0].bytes <= limit
+    if as_json:
+        print(json.dumps({"layouts": [_layout(one, config, limit) for one in layouts], "ok": fits}))
+    else:
+        _print_layouts(layouts[:SHOWN_LAYOUTS], config, shape, limit, fits=fits)
+    return fits
+
+
+def _layout(one: Layout, config: RunConfig, limit: float) -> dict[str, object]:
+    sizes = {"total_bytes": one.bytes, "limit_bytes": limit, "tokens": one.tokens}
+    sizes |= {"received_bytes": one.received, "exchanged_bytes": one.exchanged}
+    parts = {name: round(size) for name, size in one.parts.items()}
+    return {"settings": one.words(config), "parts": parts} | {name: round(size) for name, size in sizes.items()}
+
+
+def _print_layouts(
+    layouts: Sequence[Layout], config: RunConfig, shape: ModelShape, limit: float, *, fits: bool
+) -> None:
+    from rich.console import Console
+
+    from penstock.deploy.preflight.check import human
+
+    say = partial(Console(highlight=False).print, markup=False, soft_wrap=True)
+    experts = f", {shape.experts / 1e9:.1f} of them in experts" if shape.experts else ""
+    say(f"{config.model}: {shape.parameters / 1e9:.1f} billion parameters{experts}")
+    say(f"{human(limit)} of a GPU can be used; bytes of weights, gradients and tokens are those of a pack\n")
+    rows = [("of a GPU", "pack", "weights, gradients", "tokens of experts", "settings")]
+    for one in layouts:
+        received = (human(one.received), human(one.exchanged) if one.exchanged else "")
+        rows.append((human(one.bytes), f"{one.tokens:,.0f}", *received, one.words(config)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, row in enumerate(rows):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        say(line.rstrip(), style="" if number else "bold")
+    if not fits:
+        part = max(layouts[0].parts, key=layouts[0].parts.__getitem__)
+        say(f"\nnone fits; this one needs least, most of it for {part}: take more GPUs, or LoRA", style="red")

@@ -210,7 +210,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 
 def _fix(config: RunConfig, shape: ModelShape, gpus: Gpus, parts: Mapping[str, float]) -> str:
     """The first change with which the sum holds, else the keys of the largest part."""
-    for words, update in _changes(config.trainer).items():
+    for words, update in memory_changes(config.trainer).items():
         changed = config.model_copy(update={"trainer": config.trainer.model_copy(update=update)})
         there = busiest(changed, shape, gpus)
         if sum(there.values()) <= limit_of(there, gpus):
@@ -233,7 +233,8 @@ def _fix_of_part(part: str, config: RunConfig, shape: ModelShape) -> str:
     return "raise trainer.ranks, set trainer.lora.rank, or take a smaller model"
 
 
-def _changes(trainer: TrainerConfig) -> Mapping[str, Mapping[str, Any]]:
+def memory_changes(trainer: TrainerConfig) -> Mapping[str, Mapping[str, Any]]:
+    """Return those of `CHANGES` that the trainer's engine takes, by their words."""
     if trainer.engine == "megatron":
         return {}
     chooses = {words for words, update in CHANGES.items() if update.get("recompute") == "selective"}

@@ -33,6 +33,10 @@ class ModelShape:
     """Parameters of all experts of a mixture."""
     routed: int = 0
     """Experts of a token in a mixture; 0 in a dense model."""
+    expert_count: int = 0
+    """Experts of a layer."""
+    heads: int = 0
+    """Query heads."""
     dtype: str = "float32"
     """Dtype of the weights in the model's config."""
 
@@ -59,6 +63,8 @@ def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | 
         head=next((size for name, size in outer.items() if "lm_head" in name), sum(outer.values())),
         experts=sum(math.prod(shape) for name, shape in weights.shapes.items() if ".experts." in name),
         routed=routed,
+        expert_count=_expert_count(declared),
+        heads=heads,
         dtype=str(declared.get("dtype") or declared.get("torch_dtype") or "float32"),
     )
 
@@ -96,8 +102,7 @@ def _matrices(declared: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int
 
 def _mlps(declared: Mapping[str, Any], layer: int) -> Iterator[tuple[str, int]]:
     """(name, width) of the three matrices of each gated MLP of a layer, and of its router."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((int(declared[name]) for name in names if declared.get(name)), 0)
+    experts = _expert_count(declared)
     if not experts or layer < int(declared.get("first_k_dense_replace") or 0):
         yield from ((f"mlp.{part}_proj", int(declared["intermediate_size"])) for part in ("gate", "up", "down"))
         return
@@ -109,6 +114,11 @@ def _mlps(declared: Mapping[str, Any], layer: int) -> Iterator[tuple[str, int]]:
         yield from ((f"mlp.experts.{expert}.{part}_proj", width) for expert in range(experts))
         if shared:
             yield f"mlp.shared_expert.{part}_proj", shared
+
+
+def _expert_count(declared: Mapping[str, Any]) -> int:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(declared[name]) for name in names if declared.get(name)), 0)
 
 
 def model_shape(config: RunConfig) -> ModelShape | None:

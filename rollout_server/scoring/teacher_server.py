@@ -30,7 +30,7 @@ from penstock.rollout_server.scoring.teacher_scorer import JudgedRow, TeacherRow
 
 MOST_TOP_K = 1024
 MOST_LOGPROBS = 2 << 20
-"""Of one answer, some 100 bytes each while it is made. Agent workers ask for no more either."""
+"""The most in one answer: some 100 bytes each while it is made. Agent workers ask for no more either."""
 TeacherBatcher = Batcher[TeacherRow, JudgedRow]
 
 

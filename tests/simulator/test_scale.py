@@ -24,7 +24,8 @@ from benchmarks.simulator.scale import (
 
 ROOT = Path(__file__).parents[2]
 SCALE, _, SIMULATOR = (ROOT / "docs/how/scale.md").read_text().partition("\n## Simulate a cluster")
-MEASURED_TABLES = {"weights", "rates"}
+MEASURED_TABLES = {"weights", "rates", "layouts"}
+"""Layouts follow from sizes alone."""
 RESTS_ON_INPUTS = {"steps", "queue", "weights_cited", "inputs"}
 TRANSPORTS = re.findall(
     r'"(\w+)"', re.findall(r"TRANSPORTS: .* = \((.*)\)", (ROOT / "benchmarks/weights.py").read_text())[0]
