@@ -8,7 +8,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,12 @@ class Wrong(AssertionError):
     """The page says what the program does not do."""
 
 
+@cache
+def penstock_command() -> Any:
+    """The tree of commands; making it takes a tenth of a second."""
+    return typer.main.get_command(app)
+
+
 def check(words: Sequence[str], folder: Path) -> None:
     """`folder` holds the page's files and is the current directory. Raises `Wrong`, `ConfigError` or `BadSetup`."""
     name, rest = words[0], list(words[1:])
@@ -66,7 +72,7 @@ def check_penstock(words: list[str], folder: Path) -> None:
 def check_name(text: str, folder: Path) -> None:
     """A command in prose: its name alone is enough, and where it has options the recipe may be left out."""
     words = next(simple_commands(text))[1:]
-    command: Any = typer.main.get_command(app)
+    command = penstock_command()
     rest = list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command, rest = command.commands[rest[0]], rest[1:]
@@ -81,7 +87,7 @@ def check_name(text: str, folder: Path) -> None:
 
 def parse(words: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
     """The command's path (``train export``) and its values. Raises `Wrong`."""
-    command: Any = typer.main.get_command(app)
+    command = penstock_command()
     path: list[str] = []
     while words and words[0] in getattr(command, "commands", {}):
         path.append(words[0])
