@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import struct
@@ -26,6 +27,15 @@ def own_records(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     folder = tmp_path_factory.mktemp("records")
     monkeypatch.setattr("penstock.weight_sync.files.reader.SHARED_MEMORY", folder)
     return folder
+
+
+def open_files(*folders: Path) -> list[str]:
+    """Files below `folders`, and versions in memory, that this process has open: threads of other tests open others."""
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.append(str(descriptor.readlink()))
+    return sorted(one for one in links if one.startswith(("/memfd:weights-", *map(str, folders))))
 
 
 class Route:

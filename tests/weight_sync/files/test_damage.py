@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from tests.weight_sync.conftest import altered, file_of, parts_of
+from tests.weight_sync.conftest import altered, file_of, open_files, parts_of
 
 torch = pytest.importorskip("torch")
 
@@ -123,16 +123,16 @@ def test_damaged_file_cut_after_it_was_opened_is_refused(tmp_path: Path) -> None
         os.close(descriptor)
 
 
-def test_damaged_file_is_refused_without_staying_open(tmp_path: Path) -> None:
+def test_damaged_file_is_refused_without_staying_open(tmp_path: Path, own_records: Path) -> None:
     """A server meets the same one at every pull, for as long as it is announced."""
     manifest = WeightPublisher(tmp_path, "shm").write(1, {"m": torch.rand(2, 3)}.items())
     own = manifest.files[-1]
     others = [replace(own, bytes=own.bytes + 1), replace(own, place=str(tmp_path)), replace(own, xxh3="0" * 16)]
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(tmp_path, own_records)
     for file in others:
         with pytest.raises(WeightsRefused):
             read_verified(replace(manifest, files=(file,)))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(tmp_path, own_records) == before
 
 
 def test_file_data_begins_at_a_multiple_of_eight(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.weight_sync.conftest import altered, next_version, other_checksum, reorder_header, small_tensors
+from tests.weight_sync.conftest import altered, next_version, open_files, other_checksum, reorder_header, small_tensors
 
 torch = pytest.importorskip("torch")
 
@@ -285,20 +285,24 @@ def test_received_version_is_shared_until_it_is_dropped(tmp_path: Path, monkeypa
     ],
     ids=["missing", "extra", "shape", "dtype"],
 )
-def test_refused_version_names_the_tensor_and_leaves_nothing_open(tmp_path: Path, change: Any, problem: str) -> None:
+def test_refused_version_names_the_tensor_and_leaves_nothing_open(
+    tmp_path: Path, own_records: Path, change: Any, problem: str
+) -> None:
     manifest = published(tmp_path)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(tmp_path, own_records)
     with pytest.raises(WeightsRefused, match=problem):
         WeightReader().read(altered(manifest, change))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(tmp_path, own_records) == before
 
 
-def test_delta_that_leads_elsewhere_is_refused_by_tensor_and_leaves_nothing_open(tmp_path: Path) -> None:
+def test_delta_that_leads_elsewhere_is_refused_by_tensor_and_leaves_nothing_open(
+    tmp_path: Path, own_records: Path
+) -> None:
     publisher, reader = WeightPublisher(tmp_path / "published", "shm", full_every=8), WeightReader()
     reader.read(publisher.write(1, small_tensors().items()))
     manifest = publisher.write(2, next_version(small_tensors(), 2).items())
     reader.forget()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files(tmp_path, own_records)
     with pytest.raises(WeightsRefused, match="'last' has checksum"):
         reader.read(altered(manifest, other_checksum))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(tmp_path, own_records) == before
