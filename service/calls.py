@@ -211,6 +211,8 @@ class SamplerRecord(Owned):
     model_path: str | None = None
     folder: str | None = None
     """Below the service's folder; None: the base model."""
+    saved: float | None = None
+    """`CheckpointRecord.created` of `model_path`: a later save under that name is of other weights."""
 
 
 class CheckpointRecord(Owned):

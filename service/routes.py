@@ -253,12 +253,12 @@ def _add_sampling(router: APIRouter, context: ServiceContext) -> None:
         """Weights that stay as they are for this session: the base model's, or those of a checkpoint."""
         owner = owner_of(http)
         await context.session(body.session_id, http)
-        folder = None
+        folder = saved = None
         if body.model_path is not None:
             path = CheckpointPath.parse(body.model_path)
             if path is None or path.kind != "sampler_weights":
                 raise HttpError(422, "model_path", "is no tinker://RUN/sampler_weights/NAME")
-            await context.record(CheckpointRecord, str(path), http)
+            saved = (await context.record(CheckpointRecord, str(path), http)).created
             folder = str(checkpoint_folder(Path(), path))
         elif body.base_model is not None:
             context.check_model(body.base_model)
@@ -269,6 +269,7 @@ def _add_sampling(router: APIRouter, context: ServiceContext) -> None:
             base_model=context.model_name,
             model_path=body.model_path,
             folder=folder,
+            saved=saved,
         )
         await context.requests.put(record.record(sampler_id))
         return {"type": "create_sampling_session", "sampling_session_id": sampler_id}

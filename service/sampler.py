@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from penstock.common import cancel_and_wait, gather_or_cancel
 from penstock.rollout_server import BadRequest, EngineError, GenerateRequest, RolloutClient, Sampling, find_model
-from penstock.service.calls import Sample, SamplerRecord
+from penstock.service.calls import CheckpointRecord, Sample, SamplerRecord
 from penstock.service.job import ServiceJob, failed, outcome_of
 from penstock.service.messages import PROTOBUF, SampledTokens, write_sample
 from penstock.trainer.service import BadRequestData
@@ -113,11 +113,23 @@ class SampleRunner:
                 continue
             call = Sample.model_validate_json(request.body)
             sampler = await SamplerRecord.read(self._requests, call.sampling_session_id)
-            if sampler is None:
-                await self._finish(request_id, failed(f"sampler {call.sampling_session_id} is not here any more"))
+            if problem := await self._problem(sampler, call):
+                await self._finish(request_id, failed(problem))
                 continue
+            assert sampler is not None
             self._waiting.setdefault(sampler.folder, []).append((request_id, request, call))
             self._known.add(request_id)
+
+    async def _problem(self, sampler: SamplerRecord | None, call: Sample) -> str:
+        """The reason why the weights of a sampling session can be sampled no more; empty if they can."""
+        if sampler is None:
+            return f"sampler {call.sampling_session_id} is not here any more"
+        if sampler.saved is None or sampler.model_path is None:
+            return ""
+        checkpoint = await CheckpointRecord.read(self._requests, sampler.model_path)
+        if checkpoint is None or checkpoint.created == sampler.saved:
+            return ""
+        return f"{sampler.model_path} was saved again after this session began: create another sampling session for it"
 
     def _next(self) -> str | None:
         """The adapter whose samples come next; `UNMOUNTED` if none wait."""

@@ -15,6 +15,7 @@ from service_parts import CONFIG, NAME, Client, Service
 from penstock.common import write_atomically
 from penstock.rollout_server import RolloutConfig
 from penstock.service import ServiceJob, sampler
+from penstock.service.calls import CheckpointRecord, LoraSettings, SessionRecord
 from penstock.service.job import outcome_of
 from penstock.service.sampler import SampleRunner
 from penstock.testing import fake_manifest
@@ -84,6 +85,37 @@ async def test_an_adapter_that_was_saved_again_under_its_name_is_given_to_the_se
         runner._waiting["one"] = []
         await runner._serve("one")
         assert runner._version == 2, "what was deleted is sampled from as long as the servers have it"
+
+
+async def test_a_session_of_weights_that_were_saved_over_samples_no_others(service: Service, tiny_model: str) -> None:
+    client = service.client()
+    session = (await client.post("create_session", tags=[]))["session_id"]
+    checkpoint = CheckpointRecord(
+        owner=(await SessionRecord.read_all(service.queue.requests))[session].owner,
+        run_id=f"{session}:train:0",
+        kind="sampler_weights",
+        name="latest",
+        bytes=1,
+        created=1.0,
+        lora=LoraSettings(),
+        base_model=NAME,
+    )
+    await service.queue.requests.put(checkpoint.record(checkpoint.path))
+    words = {"session_id": session, "model_path": checkpoint.path}
+    old = (await client.post("create_sampling_session", **words, sampling_session_seq_id=0))["sampling_session_id"]
+    async with sample_runner(service, tiny_model) as runner:
+        before = await ask(client, old)
+        await runner._look()
+        again = checkpoint.model_copy(update={"created": 2.0})
+        await service.queue.requests.put(again.record(again.path))
+        new = (await client.post("create_sampling_session", **words, sampling_session_seq_id=1))["sampling_session_id"]
+        after, newer = await ask(client, old, number=1), await ask(client, new)
+        await runner._look()
+        (waiting,) = runner._waiting.values()
+    assert [request_id for request_id, _, _ in waiting] == [before, newer]
+    refused = await service.queue.requests.result(after)
+    assert refused is not None
+    assert b"was saved again after this session began" in refused.data
 
 
 async def test_servers_that_do_not_load_an_adapter_are_named_in_the_result(
