@@ -232,11 +232,12 @@ class NcclGroup(BroadcastGroup):
     def begin(self, bucket: torch.Tensor) -> Transfer:
         """See `BroadcastGroup.begin`. Returns when it is posted on the stream: what begins later, in any group of the
         stream, comes after it there. NCCL posts it from a separate thread."""
-        with torch.cuda.stream(self._stream.stream):
+        with torch.cuda.stream(self._stream.copies):
             # Memory of another stream may be in use by what is queued there, and again as soon as `buffer` is gone.
             buffer = torch.empty(len(bucket), dtype=torch.uint8, device=self._stream.device)
             if self._member.rank == 0:
                 buffer.copy_(bucket, non_blocking=True)
+        self._stream.stream.wait_stream(self._stream.copies)
         self._communicator.broadcast(buffer.data_ptr(), len(bucket), self._stream.stream.cuda_stream)
         self._wait_while(lambda: self._communicator.busy)
         received = torch.cuda.Event()
@@ -247,8 +248,7 @@ class NcclGroup(BroadcastGroup):
         """See `Transfer.wait`."""
         self._wait_while(lambda: self._communicator.busy or not transfer.received.query())
         if self._member.rank:
-            # The copy has no deadline, so it begins when the bytes are there.
-            with torch.cuda.stream(self._stream.stream):
+            with torch.cuda.stream(self._stream.copies):
                 transfer.bucket.copy_(transfer.buffer)
 
     def close(self) -> None:
@@ -262,21 +262,27 @@ class NcclStream:
     """The CUDA stream of all groups of one member: communicators of one device that run side by side may wait for each
     other without end, so their broadcasts are posted on it in one order, which is that of all members.
 
-    A later broadcast takes it over, and with it the memory that torch keeps for each stream.
+    Copies from and to the host have a stream of their own. They block this process, without a deadline, until what is
+    on their stream is done, and that must not be a broadcast whose sender is gone.
+
+    A later broadcast takes both over, and with them the memory that torch keeps for each stream.
     """
 
-    _idle: ClassVar[dict[torch.device, list[torch.cuda.Stream]]] = {}
+    _idle: ClassVar[dict[torch.device, list[tuple[torch.cuda.Stream, torch.cuda.Stream]]]] = {}
 
     def __init__(self, device: torch.device) -> None:
         idle = self._idle.setdefault(device, [])
-        self.device, self.stream = device, idle.pop() if idle else torch.cuda.Stream(device)
-        weakref.finalize(self, _keep_idle, idle, self.stream)
+        pair = idle.pop() if idle else (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        self.device, (self.stream, self.copies) = device, pair
+        weakref.finalize(self, _keep_idle, idle, pair)
 
 
-def _keep_idle(idle: list[torch.cuda.Stream], stream: torch.cuda.Stream) -> None:
-    """Keep a stream whose broadcast is over, unless something that cannot be ended is still on it."""
-    if stream.query():
-        idle.append(stream)
+def _keep_idle(
+    idle: list[tuple[torch.cuda.Stream, torch.cuda.Stream]], pair: tuple[torch.cuda.Stream, torch.cuda.Stream]
+) -> None:
+    """Keep streams whose broadcast is over, unless something that cannot be ended is still on one."""
+    if all(stream.query() for stream in pair):
+        idle.append(pair)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Streams and events of torch.cuda over the streams of `fake_nccl.c`: a copy ahead of a kernel finds old bytes."""
+"""Streams and events of torch.cuda over the streams of `fake_nccl.c`: a copy ahead of a kernel finds old bytes.
+
+What is submitted to a stream is done at once; until then the process waits for what is posted there.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ import torch
 
 @contextmanager
 def streams_of(library: str) -> Iterator[None]:
-    """Replaces `torch.cuda.Stream`, `Event`, `stream`, `current_stream` and `set_device` in this process."""
+    """Replaces `torch.cuda.Stream`, `Event`, `stream`, `current_stream` and `set_device` in this process.
+
+    `Stream.awaited` counts the works of another stream that a stream was told to wait for.
+    """
     native: Any = ctypes.CDLL(library)
     native.fakeStream.restype = ctypes.c_void_p
     for count in (native.fakeStreamPosted, native.fakeStreamDone):
@@ -26,6 +32,10 @@ def streams_of(library: str) -> Iterator[None]:
     class Stream:
         def __init__(self, device: torch.device) -> None:
             self.cuda_stream = native.fakeStream()
+            self.works = self.awaited = 0
+
+        def wait_stream(self, other: Stream) -> None:
+            self.awaited = other.works
 
         def is_done(self, posted: int) -> bool:
             return bool(native.fakeStreamDone(self.cuda_stream) >= posted)
@@ -52,10 +62,9 @@ def streams_of(library: str) -> Iterator[None]:
             yield
         finally:
             chosen.stream = outer
+            current.works += 1
 
-    def current_stream() -> Stream | None:
-        return getattr(chosen, "stream", None)
-
-    changed = {"Stream": Stream, "Event": Event, "stream": stream, "current_stream": current_stream}
-    with patch.multiple(torch.cuda, **changed, set_device=lambda device: None):
+    changed = {"Stream": Stream, "Event": Event, "stream": stream}
+    changed |= {"current_stream": lambda: getattr(chosen, "stream", None), "set_device": lambda device: None}
+    with patch.multiple(torch.cuda, **changed):
         yield

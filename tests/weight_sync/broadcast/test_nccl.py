@@ -30,8 +30,9 @@ torch = pytest.importorskip("torch")
 
 from penstock.common import cancel_and_wait
 from penstock.weight_sync import Broadcaster, StagedMemory, WeightFiles
-from penstock.weight_sync.broadcast.group import NcclStream
+from penstock.weight_sync.broadcast.group import NcclGroup, NcclStream, leave_groups
 from penstock.weight_sync.broadcast.nccl import Nccl, NcclError
+from penstock.weight_sync.broadcast.offer import Member
 
 pytestmark = pytest.mark.torch
 WIRE = "nccl/2.27.3"
@@ -152,7 +153,49 @@ def test_ranks_send_in_one_order_on_one_stream_of_each_member(monkeypatch: pytes
     ranks.stop()
     assert found.done == WORKERS
     assert [worker.result()[1] for worker in workers] == [broadcast.stream.numpy().tobytes()] * WORKERS
-    assert len(streams) == WORLD + WORKERS
+    assert len(streams) == 2 * (WORLD + WORKERS), "one for broadcasts, one for copies"
+
+
+def formed(name: str, receiver: NcclStream) -> tuple[NcclGroup, NcclGroup]:
+    """(a sender, a receiver) of a group of two."""
+    store, members = torch.distributed.HashStore(), [Member(0, name, rank, 2, 1 << 20, 5.0, WIRE) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        streams = NcclStream(torch.device("cpu")), receiver
+        sender, other = threads.map(lambda member, stream: NcclGroup(store, member, stream), members, streams)
+    return sender, other
+
+
+def test_bytes_that_came_are_taken_where_the_sender_of_later_ones_is_gone() -> None:
+    """A copy on the stream of the broadcasts would wait for the later one, without a deadline."""
+    receiver, sent = NcclStream(torch.device("cpu")), torch.arange(100, dtype=torch.uint8)
+    groups = [formed(name, receiver) for name in ("a", "b")]
+    (sender, first), (_, second) = groups
+    came, never = torch.zeros_like(sent), torch.zeros_like(sent)
+    sending, *arriving = sender.begin(sent), first.begin(came), second.begin(never)
+    sending.wait()
+    arriving[0].wait()
+    assert torch.equal(came, sent)
+    with pytest.raises(NcclError, match="silent for 5 s"):
+        arriving[1].wait()
+    leave_groups(group for pair in groups for group in pair)
+
+
+def test_broadcast_waits_for_the_copy_into_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, awaited = NcclStream(torch.device("cpu")), list[tuple[int, int]]()
+    sender, other = formed("a", receiver)
+    broadcast = sender._communicator.broadcast
+
+    def watched(*arguments: Any) -> None:
+        awaited.append((sender._stream.stream.awaited, sender._stream.copies.works))  # type: ignore[attr-defined]
+        broadcast(*arguments)
+
+    monkeypatch.setattr(sender._communicator, "broadcast", watched)
+    for _ in range(2):
+        memory = torch.zeros(100, dtype=torch.uint8)
+        for transfer in [sender.begin(memory), other.begin(memory.clone())]:
+            transfer.wait()
+    assert awaited == [(1, 1), (2, 2)]
+    leave_groups((sender, other))
 
 
 async def test_buffers_are_memory_of_the_stream_that_one_broadcast_leaves_to_the_next(
@@ -175,7 +218,7 @@ async def test_buffers_are_memory_of_the_stream_that_one_broadcast_leaves_to_the
         assert same(await server.receive(manifest), small_tensors())
     assert server.member.received == 3
     assert without == []
-    assert len(streams) == 2, "one of each member"
+    assert len(streams) == 4, "two of each member"
     await cancel_and_wait(list(members.tasks.values()))
 
 
