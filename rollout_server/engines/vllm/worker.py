@@ -122,10 +122,8 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._in_place.leave()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """The base class would synchronise an accelerator, which the CPU build does not have."""
+        """The base class would wait for the whole device: in each phase, and for a broadcast under way there."""
         self.receive_weights(self.parse_update_info(update_info))
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """One phase. Raises `WeightsRefused` before anything is touched where the bytes of a load do not verify."""
@@ -245,6 +243,8 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
 
     def _load(self, version: int, tensors: Tensors, report: str) -> None:
         self._reload(tensors.items())
+        if torch.accelerator.is_available():  # vLLM's stream is none that a thread's would wait for
+            torch.accelerator.current_stream().synchronize()
         # After the fetch, before the next one: nothing changes `tensors` or the parameters meanwhile.
         self._reader.submit(self._compare, version, tensors, report)
 
