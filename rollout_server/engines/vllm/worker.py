@@ -169,7 +169,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def _stage(self, offer: Offer, report: Path) -> None:
         verdict = f"{LOST}this worker could not receive"
         try:
-            verdict = self._staged.receive(offer, device=next(self.model.parameters()).device)
+            verdict = self._staged.receive(offer, device=self.device)
         except WeightsUnreachable as error:
             verdict = f"{LOST}{error}"
         finally:
@@ -178,8 +178,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def _join(self, offer: Offer, report: Path) -> None:
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        device = next(self.model.parameters()).device
-        self._in_place.join(offer, worker, device, lambda problem: _say(report, problem and f"{LOST}{problem}"))
+        self._in_place.join(offer, worker, self.device, lambda problem: _say(report, problem and f"{LOST}{problem}"))
 
     def _receive_in_place(self) -> str:
         """Returns the report for the sidecar. Raises `RuntimeError` if the layers hold other values than it."""

@@ -117,3 +117,17 @@ async def test_a_load_is_compared_once_it_is_done_on_the_device_and_no_phase_wai
     assert waits == ["stream", "comparison"]
     assert [verdict.read_text() for verdict in (tmp_path / "held").iterdir()] == [""]
     engine.shutdown()
+
+
+async def test_a_broadcast_that_begins_in_the_middle_of_a_load_arrives_on_the_workers_device(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a layer is whole, its parameters are placeholders."""
+    devices = list[Any]()
+    engine = engine_of(module, Model(2, 3).to("meta"), torch.device("cuda", 3))
+    monkeypatch.setattr(module.Offer, "parse", lambda plain: plain)
+    monkeypatch.setattr(engine._staged, "receive", lambda offer, device: devices.append(device) or "state")
+    engine.update_weights(told("stage", tmp_path / "staged", offer={}))
+    await until(lambda: list((tmp_path / "staged").glob("[0-9]*")))
+    assert devices == [torch.device("cuda", 3)]
+    engine.shutdown()
