@@ -29,8 +29,6 @@ from penstock.rollout_server.protocol import EngineError
 logger = logging.getLogger(__name__)
 HELP_S = 400.0
 """`--help` imports everything that the server is made of, perhaps on a busy machine."""
-ONLINE = ("fp8",)
-"""Quantisations that engines compute from unquantised weights, at a start and at each update."""
 
 
 async def check_flags(product: Product, installation: Installation, users: Mapping[str, Any]) -> None:
@@ -38,7 +36,7 @@ async def check_flags(product: Product, installation: Installation, users: Mappi
     policy under training can be served with."""
     if not users:
         return
-    if reason := unfit_flag(users):
+    if reason := unfit_flag(product, users):
         raise EngineError(f"rollout.{product.key}_args.{reason}", retryable=False)
     known = await known_flags(product, installation)
     if known and (unknown := unknown_flag(users, known, product.own_flags)):
@@ -51,7 +49,7 @@ async def check_flags(product: Product, installation: Installation, users: Mappi
         )
 
 
-def unfit_flag(users: Mapping[str, Any]) -> str:
+def unfit_flag(product: Product, users: Mapping[str, Any]) -> str:
     """The first setting under which weights or logprobs would be others than the trainer's, with reason and fix."""
     method = draft_method(users)
     for name, value in users.items():
@@ -61,11 +59,10 @@ def unfit_flag(users: Mapping[str, Any]) -> str:
                 f"{name}: drafts of a model are refused: its weights stay as they were while the policy's change. "
                 f"Choose {' or '.join(WITHOUT_MODEL)}, which copy from the text, or remove it"
             )
-        if flag == "quantization" and value not in (None, *ONLINE):
-            return (
-                f"{name}={value}: versions have the model's own tensors, which an engine can quantise as it loads them "
-                f"under {' or '.join(ONLINE)} alone. Set one of these, or remove it"
-            )
+        if flag == "quantization" and value not in (None, *product.requantises):
+            methods = " or ".join(product.requantises)
+            can = f"can quantise at an update under {methods} alone" if methods else "cannot quantise at an update"
+            return f"{name}={value}: versions have the model's own tensors, which {product.title} {can}. Remove it"
     return ""
 
 

@@ -73,6 +73,8 @@ class Product:
     """Flags that the adapter depends on."""
     help_command: Callable[[Installation], list[str]]
     """Returns the command that lists all flags of the server."""
+    requantises: tuple[str, ...] = ()
+    """Quantisations that it computes from unquantised weights, at its start and at each update."""
 
     @property
     def fix(self) -> str:

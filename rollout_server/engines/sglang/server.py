@@ -64,6 +64,7 @@ if gpu and versions:
 print(json.dumps({"versions": versions, "gpu": gpu}))
 """,
     help_command=lambda installation: [installation.python, "-m", "sglang.launch_server", "--help"],
+    requantises=(),  # under fp8 it replaces parameters by others without a loader: an update ends it
 )
 
 

@@ -53,6 +53,7 @@ nccl = [metadata.version(d) for d in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if
 print(json.dumps({"versions": versions, "plugin": "penstock_weights" in plugins, "nccl": (nccl or [""])[0]}))
 """,
     help_command=lambda installation: [*launcher(installation), "--help=all"],
+    requantises=("fp8",),
 )
 
 _SEEING: dict[str, Any] = {

@@ -137,7 +137,15 @@ async def test_settings_that_no_policy_can_be_served_with_are_refused(
     ],
 )
 def test_what_can_be_updated_is_no_reason_to_refuse(users: dict[str, Any]) -> None:
-    assert not unfit_flag(users)
+    assert not unfit_flag(VLLM, users)
+
+
+def test_sglang_quantises_at_its_start_alone() -> None:
+    """Its fp8 leaves parameters that no version can be loaded into."""
+    reason = unfit_flag(SGLANG, {"quantization": "fp8"})
+    assert reason.startswith("quantization=fp8: ")
+    assert "SGLang" in reason
+    assert not unfit_flag(SGLANG, {"quantization": None})
 
 
 async def test_the_installation_is_refused_with_its_flags(tmp_path: Path) -> None:
