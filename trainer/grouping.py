@@ -13,10 +13,20 @@ def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=values.dtype, device=values.device).index_add(0, index, values)
 
 
+def places_of(group: Tensor) -> Tensor:
+    """group [M] → [M] the place of each one's group in their order, from 0. `Tensor.unique` makes the host wait for the
+    device, to hear how many groups there are."""
+    order = group.argsort(stable=True)
+    ordered = group[order]
+    begins = torch.zeros_like(group)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(group).index_copy(0, order, begins.cumsum(0))
+
+
 def group_sums(values: Tensor, group: Tensor) -> Tensor:
     """Return [M]: for each of the values [M] the sum over its group."""
-    _, index, counts = group.unique(return_inverse=True, return_counts=True)
-    return sum_by(values, index, len(counts))[index]
+    index = places_of(group)
+    return sum_by(values, index, len(index))[index]
 
 
 def add_at_last(target: Tensor, values: Tensor, index: Tensor) -> None:
@@ -29,24 +39,21 @@ def add_at_last(target: Tensor, values: Tensor, index: Tensor) -> None:
 
 def group_sizes(group: Tensor) -> Tensor:
     """group [M] → [M] the number of members of each one's group"""
-    _, index, counts = group.unique(return_inverse=True, return_counts=True)
-    return counts[index]
+    return group_sums(torch.ones_like(group), group)
 
 
 def group_means(values: Tensor, group: Tensor, weights: Tensor | None = None) -> Tensor:
     """values [M] → [M] the (weighted) mean of each one's group"""
-    _, index, counts = group.unique(return_inverse=True, return_counts=True)
     if weights is None:
-        return (sum_by(values, index, len(counts)) / counts)[index]
-    total = sum_by(weights, index, len(counts))
-    return (sum_by(values * weights, index, len(counts)) / total)[index]
+        return group_sums(values, group) / group_sizes(group)
+    return group_sums(values * weights, group) / group_sums(weights, group)
 
 
 def group_extremes(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     """values [M] → (lowest, highest) of each one's group, [M] each"""
-    _, index, counts = group.unique(return_inverse=True, return_counts=True)
-    lowest = torch.full((len(counts),), torch.inf, dtype=values.dtype).scatter_reduce(0, index, values, "amin")
-    highest = torch.full((len(counts),), -torch.inf, dtype=values.dtype).scatter_reduce(0, index, values, "amax")
+    index = places_of(group)
+    lowest = torch.full_like(values, torch.inf).scatter_reduce(0, index, values, "amin")
+    highest = torch.full_like(values, -torch.inf).scatter_reduce(0, index, values, "amax")
     return lowest[index], highest[index]
 
 

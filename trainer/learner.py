@@ -146,7 +146,7 @@ class Learner:
         if self._scores_first or self._config.proximal != "recomputed":
             for pack, now in zip(packs, self._engine.score(packs), strict=True):
                 change = now - proximal_logprobs(self._config.proximal, pack, now)
-                ratio.index_add_(0, pack.episode[pack.mask], change[pack.mask].double())
+                ratio.index_add_(0, pack.episode[pack.trained], change[pack.trained].double())
         partner, side = best_and_worst(torch.from_numpy(batch.rewards), torch.from_numpy(batch.group), tokens > 0)
         rival = torch.where(side != 0, ratio[partner], 0.0)
         return torch.stack([ratio, tokens.clamp(min=1).double(), rival, side.double()], dim=1).float()
@@ -154,17 +154,17 @@ class Learner:
     def _learn_values(self, scored: ScoredBatch, advantages: Advantages, tally: MetricAccumulator) -> list[Update]:
         assert scored.tokens.values is not None
         assert advantages.returns is not None, "an estimator that needs values says what they should have been"
-        old, returns = scored.tokens.values, advantages.returns.float()
+        device = self._ranks.device
+        old, returns = scored.tokens.values.to(device), advantages.returns.float().to(device)
 
         def loss(pack: Pack, values: Tensor) -> Tensor:
-            mask, token = pack.mask, pack.token.to(old.device)[pack.mask.to(old.device)]
-            target, before = returns[token].to(values.device), old[token].to(values.device)
-            per_token = value_loss(values[mask], before, target, self._config.critic.clip)
-            tally.add("value/loss", per_token.detach().double().cpu().numpy())
-            tally.add("value/mean", values[mask].detach().double().cpu().numpy())
-            return per_token.sum() if bool(mask.any()) else values.sum() * 0
+            token, trained = pack.token[pack.trained], values[pack.trained]
+            per_token = value_loss(trained, old[token], returns[token], self._config.critic.clip)
+            tally.add_tensor("value/loss", per_token)
+            tally.add_tensor("value/mean", trained)
+            return per_token.sum() if len(trained) else values.sum() * 0
 
-        counted = [(packs, self._ranks.sum(sum(int(p.mask.sum()) for p in packs))) for packs in scored.minibatches]
+        counted = [(packs, self._ranks.sum(sum(len(p.trained) for p in packs))) for packs in scored.minibatches]
         updates = [self._engine.update_critic(packs, loss, tokens) for packs, tokens in counted if tokens]
         tally.add("value/grad_norm", [update.grad_norm for update in updates])
         return updates

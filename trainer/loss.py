@@ -69,6 +69,10 @@ class Targets:
     sequences: Tensor | None = None
     """[E, 4] float32, the fields of `losses.Sequences` by episode, where the loss needs them"""
 
+    def to(self, device: torch.device) -> Targets:
+        parts = (self.advantages, self.episode_weights, self.chosen, self.sequences)
+        return Targets(*(part if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
+
 
 class Objective:
     """The engine's `PackLoss` for one minibatch; tallies what is measured on the way."""
@@ -81,64 +85,64 @@ class Objective:
         self._correction = CORRECTIONS.bind(config.correction, config.correction_options) if config.correction else None
 
     def __call__(self, pack: Pack, outputs: Outputs) -> Tensor:
+        """Waits for no device: the host asks for the backward while the forward is computed."""
         # Tokens that are not trained on are left out here, not multiplied by 0: 0 · inf would still spoil the gradient.
-        mask = pack.mask
-        behaviour, logprobs = pack.behaviour[mask], outputs.logprobs[mask]
-        proximal = proximal_logprobs(self._config.proximal, pack, outputs.logprobs)[mask]
+        trained, targets = pack.trained, self._targets_on(pack.trained.device)
+        token, episode, segment = pack.token[trained], pack.episode[trained], pack.segment[trained]
+        behaviour, logprobs = pack.behaviour[trained], outputs.logprobs[trained]
+        proximal = proximal_logprobs(self._config.proximal, pack, outputs.logprobs)[trained]
         if self._correction is None:
             ones = torch.ones_like(proximal)
             corrected = Corrected(ones, ones.bool())
         else:
-            corrected = self._correction(CorrectionInput(proximal, behaviour, pack.segment[mask]))
+            corrected = self._correction(CorrectionInput(proximal, behaviour, segment))
         inputs = LossInput(
             logprobs,
             proximal,
             behaviour,
-            self._of_tokens(self._targets.advantages, pack.token[mask]),
+            targets.advantages[token],
             corrected.weights,
-            pack.segment[mask],
-            self._of_tokens(self._targets.chosen, pack.token[mask]) if self._targets.chosen is not None else None,
-            self._sequences(pack),
+            segment,
+            targets.chosen[token] if targets.chosen is not None else None,
+            Sequences(*targets.sequences[episode].unbind(1)) if targets.sequences is not None else None,
         )
         result = self._loss(inputs)
         per_token = torch.where(corrected.kept, result.per_token, 0.0)
-        metrics = {"loss": per_token, **result.metrics, "tokens_rejected_share": ~corrected.kept}
-        per_token = per_token + self._penalties(pack, outputs, corrected, metrics)
+        for name, values in {"loss": per_token, **result.metrics, "tokens_rejected_share": ~corrected.kept}.items():
+            self._add(name, values)
+        per_token = per_token + self._penalties(pack, outputs, corrected)
         self._measure(pack, logprobs, proximal, corrected)
-        self._add(metrics)
-        weights = self._targets.episode_weights.to(logprobs.device)[pack.episode[mask]].to(per_token.dtype)
+        weights = targets.episode_weights[episode].to(per_token.dtype)
         # `logprobs.sum() * 0` keeps the graph where no token is kept: the other ranks' backward waits for this one's.
-        return (per_token * weights).sum() if bool(mask.any()) else outputs.logprobs.sum() * 0
+        return (per_token * weights).sum() if len(trained) else outputs.logprobs.sum() * 0
 
-    def _sequences(self, pack: Pack) -> Sequences | None:
-        if self._targets.sequences is None:
-            return None
-        return Sequences(*self._of_tokens(self._targets.sequences, pack.episode[pack.mask]).unbind(1))
+    def _targets_on(self, device: torch.device) -> Targets:
+        self._targets = self._targets.to(device)
+        return self._targets
 
-    def _of_tokens(self, values: Tensor, token: Tensor) -> Tensor:
-        return values.to(token.device)[token]
-
-    def _penalties(self, pack: Pack, outputs: Outputs, corrected: Corrected, metrics: dict[str, Tensor]) -> Tensor:
-        """[kept] coefficients · KL to reference and teacher − bonus · entropy"""
-        total = torch.zeros_like(outputs.logprobs[pack.mask])
+    def _penalties(self, pack: Pack, outputs: Outputs, corrected: Corrected) -> Tensor:
+        """[T] coefficients · KL to reference and teacher − bonus · entropy"""
+        logprobs = outputs.logprobs[pack.trained]
+        total = torch.zeros_like(logprobs)
         if pack.reference is not None:
-            difference = outputs.logprobs[pack.mask] - pack.reference[pack.mask]
-            metrics["kl_reference"] = ESTIMATORS[self._config.kl.estimator](difference)
+            kl = ESTIMATORS[self._config.kl.estimator](logprobs - pack.reference[pack.trained])
+            self._add("kl_reference", kl)
             if self._config.kl.in_loss:  # 0 · inf would spoil the loss of a step that has the KL in its rewards
-                total = total + self._config.kl.in_loss * metrics["kl_reference"]
+                total = total + self._config.kl.in_loss * kl
         if pack.teacher is not None:
-            total = total + self._teacher_loss(pack, outputs, corrected, metrics)
+            total = total + self._teacher_loss(pack, outputs, corrected)
         if outputs.entropy is not None:
-            metrics["entropy"] = outputs.entropy[pack.mask]
-            total = total - self._config.entropy_bonus * metrics["entropy"]
+            entropy = outputs.entropy[pack.trained]
+            self._add("entropy", entropy)
+            total = total - self._config.entropy_bonus * entropy
         return total
 
-    def _teacher_loss(self, pack: Pack, outputs: Outputs, corrected: Corrected, metrics: dict[str, Tensor]) -> Tensor:
-        """[kept] see `distillation`"""
+    def _teacher_loss(self, pack: Pack, outputs: Outputs, corrected: Corrected) -> Tensor:
+        """[T] see `distillation`"""
         assert pack.teacher is not None
-        config, teacher = self._config.distill, pack.teacher[pack.mask]
-        gap = teacher_gap(outputs.logprobs[pack.mask], teacher, config.clip, keep_slope=config.estimator == "k2")
-        metrics["teacher_kl"] = gap[~teacher.isnan()]
+        config, teacher = self._config.distill, pack.teacher[pack.trained]
+        gap = teacher_gap(outputs.logprobs[pack.trained], teacher, config.clip, keep_slope=config.estimator == "k2")
+        self._add("teacher_kl", gap, ~teacher.isnan())
         if not config.in_loss:
             return torch.zeros_like(gap)
         weights = torch.where(corrected.kept, corrected.weights, 0.0)
@@ -147,38 +151,37 @@ class Objective:
             return config.in_loss * estimated
         assert pack.top_ids is not None
         assert pack.top_logprobs is not None
-        ids, student = pack.top_ids[pack.mask], outputs.coarse[pack.mask]
-        coarse = teacher_coarse(ids, pack.top_logprobs[pack.mask])
+        ids, student = pack.top_ids[pack.trained], outputs.coarse[pack.trained]
+        coarse = teacher_coarse(ids, pack.top_logprobs[pack.trained])
         has_top = (ids >= 0).any(-1)
         divergence = coarse_divergence(student, coarse, config)
-        metrics["teacher_divergence"] = divergence[has_top]
-        metrics["teacher_top_mass"] = top_mass(coarse)[has_top]
-        metrics["student_top_mass"] = top_mass(student)[has_top]
+        self._add("teacher_divergence", divergence, has_top)
+        self._add("teacher_top_mass", top_mass(coarse), has_top)
+        self._add("student_top_mass", top_mass(student), has_top)
         computed = torch.where(corrected.kept, divergence, 0.0)
         return config.in_loss * torch.where(has_top, computed, estimated)
 
     def _measure(self, pack: Pack, logprobs: Tensor, proximal: Tensor, corrected: Corrected) -> None:
         """The mismatch between trainer and engine, always: against the start of the step, whatever `proximal` is."""
-        behaviour = pack.behaviour[pack.mask]
-        start = logprobs.detach() if pack.proximal is None else pack.proximal[pack.mask]
-        difference = (start - behaviour).double()
+        trained = pack.trained
+        start = logprobs.detach() if pack.proximal is None else pack.proximal[trained]
+        difference = (start - pack.behaviour[trained]).double()
         ratio = difference.exp()
+        self._tally.add_tensor("logprob_abs_diff", difference.abs(), pack.same_version[trained])
         measured = {
-            "logprob_abs_diff": difference.abs()[pack.same_version[pack.mask]],
             "logprob_abs_diff_all": difference.abs(),
             "kl_k3": ratio - 1 - difference,
             "is_ratio": ratio,
             "is_ratio_squared": ratio.square(),
             "is_weight": torch.where(corrected.kept, corrected.weights, 0.0),
-            "staleness": pack.staleness[pack.mask],
-            "policy/kl_proximal": (proximal - logprobs.detach()),
+            "staleness": pack.staleness[trained],
+            "policy/kl_proximal": proximal - logprobs.detach(),
         }
         for name, values in measured.items():
-            self._tally.add(name, values.double().cpu().numpy())
+            self._tally.add_tensor(name, values)
 
-    def _add(self, metrics: Mapping[str, Tensor]) -> None:
-        for name, values in metrics.items():
-            self._tally.add(f"policy/{name}", values.detach().double().cpu().numpy())
+    def _add(self, name: str, values: Tensor, where: Tensor | None = None) -> None:
+        self._tally.add_tensor(f"policy/{name}", values, where)
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -191,7 +194,7 @@ def trained_tokens(packs: Sequence[Pack], episodes: int) -> Tensor:
     """[E] int64, trained tokens of each episode of this rank in `packs`"""
     counts = torch.zeros(episodes, dtype=torch.long)
     for pack in packs:
-        counts += torch.bincount(pack.episode[pack.mask], minlength=episodes)
+        counts += torch.bincount(pack.episode[pack.trained], minlength=episodes)
     return counts
 
 
@@ -227,7 +230,7 @@ def select_tokens(
     logprobs, groups = torch.zeros_like(advantages), torch.zeros_like(advantages)
     for pack in packs:
         assert pack.proximal is not None, "a loss that chooses is scored first"
-        mine[pack.token[pack.mask]] = True
+        mine[pack.token[pack.trained]] = True
         logprobs[pack.token] = pack.proximal.double()
         groups[pack.token] = group[pack.episode].double()
     parts = ranks.gather_numbers(torch.stack([advantages[mine], logprobs[mine], groups[mine]]))

@@ -194,11 +194,18 @@ class MetricAccumulator:
 
     def __init__(self) -> None:
         self._values: defaultdict[str, list[NDArray[np.float64]]] = defaultdict(list)
+        self._tensors: list[tuple[str, Tensor, Tensor | None]] = []
+        """Values, and which of them count, on the device where they were computed."""
         self._counts: defaultdict[str, int] = defaultdict(int)
 
     def add(self, name: str, values: ArrayLike) -> None:
         """Values to be averaged."""
         self._values[name].append(np.atleast_1d(np.asarray(values, dtype=np.float64)))
+
+    def add_tensor(self, name: str, values: Tensor, where: Tensor | None = None) -> None:
+        """Values [M] to be averaged, of those alone for which `where` [M] is true. They stay on their device until
+        `reduce`, and may not be changed before it: a copy to the host would wait for all that the device has to do."""
+        self._tensors.append((name, values.detach(), where))
 
     def count(self, name: str, number: int) -> None:
         """A number to be added up."""
@@ -206,6 +213,10 @@ class MetricAccumulator:
 
     def reduce(self, ranks: Ranks) -> Totals:
         """A collective."""
+        for name, values, where in self._tensors:
+            numbers = values.cpu().double().numpy()
+            self.add(name, numbers if where is None else numbers[where.cpu().numpy()])
+        self._tensors = []
         sums = {name: _summary(np.concatenate(parts)) for name, parts in self._values.items()}
         gathered = ranks.gather({"sums": sums, "counts": dict(self._counts)})
         return Totals(gathered)

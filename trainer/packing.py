@@ -88,10 +88,15 @@ class Pack:
     """[M, 2] int64, (run, image) in the order of their places in `ids`"""
     run_lengths: Tensor = None  # type: ignore[assignment]
     """[R] int32, tokens of each run. On the host, since they are read for every layer; None: from `row_bounds`."""
+    trained: Tensor = None  # type: ignore[assignment]
+    """[T] int64, places among the N of those that are trained on. Their number is known without waiting for a device;
+    None: from `mask`."""
 
     def __post_init__(self) -> None:
         if self.run_lengths is None or self.row_bounds.is_cpu:  # as `row_bounds` are, also of a changed copy
             object.__setattr__(self, "run_lengths", self.row_bounds.diff().cpu())
+        if self.trained is None or self.mask.is_cpu:
+            object.__setattr__(self, "trained", self.mask.nonzero().flatten())
 
     @property
     def images(self) -> list[list[bytes]]:

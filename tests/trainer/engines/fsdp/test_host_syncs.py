@@ -25,6 +25,10 @@ from penstock.trainer import ModelLimits, Pack, Ranks, TrainerConfig, make_row, 
 from penstock.trainer.engines.fsdp import FSDPEngine, Policy
 from penstock.trainer.engines.fsdp.attention import VisibleKeys, attend_by_kernel
 from penstock.trainer.engines.fsdp.mixers import mix_rows
+from penstock.trainer.logprobs import Outputs
+from penstock.trainer.loss import Objective, Targets
+from penstock.trainer.losses import LOSSES
+from penstock.trainer.metrics import MetricAccumulator
 
 pytestmark = pytest.mark.torch
 READS = ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__")
@@ -46,10 +50,15 @@ class _Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
+        self.moved = 0
+        """Copies between devices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func.overloadpacket in WAITING
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            self.moved += len({one.device for one in (*args, result) if isinstance(one, torch.Tensor)}) > 1
+        return result
 
 
 @contextmanager
@@ -130,3 +139,41 @@ def test_lengths_stay_on_the_host() -> None:
     assert moved.row_bounds.is_meta
     assert moved.run_lengths.tolist() == [21, 20, 19]
     assert moved.forks.tolist() == [-1, 11, -1]
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    **{loss: {"loss": loss} for loss in LOSSES.names()},
+    **{level: {"correction_options": {"level": level}} for level in ("token", "sequence", "geometric")},
+    "teacher": {"distill": {"in_loss": 0.5}, "kl": {"in_loss": 0.1}, "entropy_bonus": 0.1},
+    "interpolated": {"proximal": "interpolated", "correction": "rejection"},
+}
+
+
+@pytest.mark.parametrize("settings", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_a_loss_waits_for_no_device(settings: dict[str, Any]) -> None:
+    """A tensor on meta has no values: what reads one, or asks how many are true, fails. What a loss takes of the step
+    is copied to the device once."""
+    pack = one_pack(60, vocab=64)
+    count, meta = len(pack.targets), torch.device("meta")
+    of_tokens = torch.zeros(count)
+    pack = replace(pack, reference=of_tokens, teacher=of_tokens, proximal=of_tokens)
+    pack = replace(pack, top_ids=torch.zeros(count, 1, dtype=torch.int32), top_logprobs=torch.zeros(count, 1)).to(meta)
+    targets = Targets(of_tokens, torch.ones(2).double(), of_tokens > 0, torch.ones(2, 4))
+    objective = Objective(TrainerConfig(**settings), targets, MetricAccumulator())
+    logprobs, entropy, coarse = (torch.zeros(count, *k, device=meta, requires_grad=True) for k in ((), (), (2,)))
+    moved = []
+    for _ in range(2):
+        with _Operations() as operations:
+            objective(pack, Outputs(logprobs, entropy, coarse)).backward()
+        moved.append(operations.moved)
+        assert operations.count == 0
+    assert moved == [4, 0]
+
+
+def test_what_was_measured_on_a_device_is_read_in_the_end(ranks: Ranks) -> None:
+    tally = MetricAccumulator()
+    with counted() as so_far:
+        tally.add_tensor("x", torch.tensor([1.0, 5.0], requires_grad=True))
+        tally.add_tensor("x", torch.tensor([True, False, True]), torch.tensor([True, True, False]))
+        assert so_far() == (0, 0)
+    assert tally.reduce(ranks).mean("x") == 7 / 4
