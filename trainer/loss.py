@@ -52,7 +52,7 @@ from penstock.trainer.distillation import coarse_divergence, teacher_coarse, tea
 from penstock.trainer.logprobs import Outputs
 from penstock.trainer.losses import LOSSES, LossInput, Sequences
 from penstock.trainer.metrics import MetricAccumulator
-from penstock.trainer.packing import Pack
+from penstock.trainer.packing import Pack, on_device
 from penstock.trainer.ranks.distributed import Ranks
 
 
@@ -71,7 +71,7 @@ class Targets:
 
     def to(self, device: torch.device) -> Targets:
         parts = (self.advantages, self.episode_weights, self.chosen, self.sequences)
-        return Targets(*(part if part is None else part.to(device) for part in parts))  # type: ignore[arg-type]
+        return Targets(*(part if part is None else on_device(part, device) for part in parts))  # type: ignore[arg-type]
 
 
 class Objective:

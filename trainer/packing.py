@@ -124,7 +124,15 @@ class Pack:
         # These fields go to no device.
         on_host = ("image_bytes", "image_bounds", "shown", "forks", "run_lengths")
         names = [name for name in self.__slots__ if name not in on_host and getattr(self, name) is not None]
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: on_device(getattr(self, name), device) for name in names})
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return `tensor` on `device`. A copy to a GPU is from pinned memory, which torch keeps until it has ended: from
+    other memory the host would wait for all that the GPU has to do before it."""
+    if device.type == "cuda" and tensor.is_cpu:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def split_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:

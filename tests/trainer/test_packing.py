@@ -141,3 +141,26 @@ def test_every_target_is_predicted_from_its_own_row(parts: list[tuple[int, int, 
             found.append((episode, (*context, int(target))))
     expected = [(n, tuple(r.ids[: t + 1].tolist())) for n, r in enumerate(rows) for t in r.targets.tolist()]
     assert sorted(found) == sorted(expected)
+
+
+def test_a_pack_goes_to_a_gpu_from_pinned_memory_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from other memory ends when the GPU has done all that it was given before."""
+    pinned: list[int] = []
+    copied: list[tuple[bool, bool]] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(id(tensor))
+        return tensor
+
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        copied.append((id(tensor) in pinned, non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    pack = empty_pack()
+    pack.to(torch.device("cpu"))
+    assert set(copied) == {(False, False)}
+    copied.clear()
+    pack.to(torch.device("cuda"))
+    assert set(copied) == {(True, True)}

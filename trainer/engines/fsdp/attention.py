@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from penstock.trainer.engines.fsdp.context import ContextGroup
+from penstock.trainer.packing import on_device
 
 NAME = "penstock_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -155,7 +156,8 @@ class VisibleKeys:
             after = ends[source] - fork - 1  # tokens of that run that this one does not continue
             seen.append(own if fork < 0 else torch.cat([seen[source][: len(seen[source]) - after], own]))
         keys = torch.tensor([0, *map(len, seen)]).cumsum(0, dtype=bounds.dtype)
-        return cls(bounds, keys.to(bounds.device), read, tuple(map(len, seen)), torch.cat(seen).to(bounds.device))
+        keys, places = on_device(keys, bounds.device), on_device(torch.cat(seen), bounds.device)
+        return cls(bounds, keys, read, tuple(map(len, seen)), places)
 
     def of_runs(self, x: Tensor) -> Tensor:
         """Keys or values [1, H_kv, L, D] → [1, H_kv, keys[R], D]"""

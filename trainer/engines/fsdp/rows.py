@@ -23,7 +23,7 @@ from penstock.trainer.engines.fsdp.attention import VisibleKeys
 from penstock.trainer.engines.fsdp.context import ContextGroup, PackPart
 from penstock.trainer.engines.fsdp.mixers import mix_rows
 from penstock.trainer.engines.fsdp.vision import Vision
-from penstock.trainer.packing import RowLayout
+from penstock.trainer.packing import RowLayout, on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def row_inputs(
 
 def _padded(part: PackPart, *, routed: bool, vision: Vision | None = None) -> RowInputs:
     lengths, device = part.run_lengths.long(), part.ids.device
-    line = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
+    line = on_device(torch.repeat_interleave(torch.arange(len(lengths)), lengths), device)
     ids = part.ids.new_zeros(len(lengths), int(lengths.max()))
     ids[line, part.positions] = part.ids
     extra: dict[str, Any] = {KEYWORD: _padded_routing(part, line, ids.shape[1])} if routed else {}
@@ -172,5 +172,6 @@ def row_bounds_arguments(row_bounds: Tensor, run_lengths: Tensor, *, numbered: b
     }
     if numbered:
         numbers = torch.arange(len(run_lengths), dtype=torch.int32)
-        arguments["seq_idx"] = torch.repeat_interleave(numbers, run_lengths.long())[None].to(row_bounds.device)
+        lines = torch.repeat_interleave(numbers, run_lengths.long())[None]
+        arguments["seq_idx"] = on_device(lines, row_bounds.device)
     return arguments
