@@ -2,9 +2,9 @@
 
 On a GPU in half precision by torch's variable-length flash attention, in one kernel; elsewhere row by row: a
 block-diagonal mask over the whole pack would give the same numbers, but a CPU computes every masked block, and 2,000
-packed tokens of short rows then run at a third of the speed. Scores that are capped (Gemma 2) or have sinks (gpt-oss)
-have no kernel and are computed a tile at a time. Registered with transformers, so that any model built on its attention
-interface takes it.
+packed tokens of short rows then run at a third of the speed. Scores that are capped (Gemma 2) or have sinks (gpt-oss),
+and heads of more than 256 numbers (Gemma 4), have no kernel and are computed a tile at a time. Registered with
+transformers, so that any model built on its attention interface takes it.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def _kernel() -> Any:
 
 
 KERNEL = _kernel()
+MOST_HEAD = 256
+"""Largest size of a head that kernels on GPUs compute."""
 
 
 @torch.compiler.disable  # every pack has other lengths of rows: a compiled layer is cut here
@@ -104,7 +106,8 @@ def packed_attention(  # noqa: PLR0917 - the order is that of transformers' inte
         s_aux = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
     seen = seen or VisibleKeys.of(cu_seq_lens_q, cu_seq_lens_q.diff())
     key, value = seen.of_runs(key), seen.of_runs(value)
-    if softcap is None and s_aux is None and query.is_cuda and query.dtype in HALF and KERNEL:
+    plain = softcap is None and s_aux is None and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD
+    if plain and query.is_cuda and query.dtype in HALF and KERNEL:
         joined = attend_by_kernel(query, key, value, seen, scaling=scaling, window=sliding_window)
     else:
         joined = attend_by_row(
@@ -167,15 +170,26 @@ class VisibleKeys:
 def attend_by_kernel(
     query: Tensor, key: Tensor, value: Tensor, seen: VisibleKeys, *, scaling: float | None, window: int | None
 ) -> Tensor:
-    """All [1, heads, L, D]; the kernel wants [L, heads, D]. Its causal mask ends at the last key of the last query."""
-    flat = [part[0].transpose(0, 1).contiguous() for part in (query, key, value)]
+    """All [1, heads, L, D]; the kernel wants [L, heads, D]. Its causal mask ends at the last key of the last query.
+
+    It takes heads of one size, a multiple of 8: those of values may have another one (DeepSeek-V3's latent attention),
+    and zeros fill up.
+    """
+    scaling, width = query.shape[-1] ** -0.5 if scaling is None else scaling, value.shape[-1]
+    size = -(-max(query.shape[-1], width) // 8) * 8
+    flat = [_filled_up(part[0].transpose(0, 1), size).contiguous() for part in (query, key, value)]
     longest = max(seen.query_lengths), max(seen.key_lengths)
     window_left = -1 if window is None else window - 1
     gqa = query.shape[1] != key.shape[1]
     output: Tensor = KERNEL(
         *flat, seen.queries, seen.keys, *longest, scale=scaling, window_size=(window_left, 0), enable_gqa=gqa
     )
-    return output.transpose(0, 1)[None]
+    return output[..., :width].transpose(0, 1)[None]
+
+
+def _filled_up(x: Tensor, size: int) -> Tensor:
+    """[…, D] → […, size]"""
+    return x if x.shape[-1] == size else nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
 def attend_by_row(
@@ -191,7 +205,7 @@ def attend_by_row(
 ) -> Tensor:
     queries, keys = list(seen.query_lengths), list(seen.key_lengths)
     rows = zip(query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True)
-    if softcap is None and sinks is None:
+    if softcap is None and sinks is None and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD:
         return torch.cat([_one_row(q, k, v, scaling, window) for q, k, v in rows], dim=2)
     tile_of = partial(_tile, scaling=scaling, window=window, softcap=softcap)
     return torch.cat([_row_in_tiles(tile_of, q, k, v, sinks, window=window) for q, k, v in rows], dim=2)
@@ -223,7 +237,8 @@ def _row_in_tiles(
     for tile in q.split(QUERY_TILE, dim=2):
         end += tile.shape[2]
         keys = slice(0 if window is None else max(0, end - tile.shape[2] - window + 1), end)
-        tiles.append(checkpoint(tile_of, tile, k[:, :, keys], v[:, :, keys], sinks, use_reentrant=False))
+        inputs = (tile, k[:, :, keys], v[:, :, keys], sinks)
+        tiles.append(checkpoint(tile_of, *inputs, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(tiles, dim=2)
 
 
