@@ -25,7 +25,7 @@ from penstock.trainer.batch import ModelLimits
 from penstock.trainer.config import AdamSettings, TrainerConfig
 from penstock.trainer.engines.fsdp import AdapterPlace, AdapterState, FSDPEngine
 from penstock.trainer.logprobs import Outputs
-from penstock.trainer.packing import Pack, RowLayout
+from penstock.trainer.packing import Pack, RowLayout, on_device
 from penstock.trainer.ranks.distributed import Ranks
 from penstock.trainer.service.data import BadRequestData, Datum, Forward, LossCall, check_data, flat_inputs, pack_data
 from penstock.trainer.service.settings import check_settings
@@ -71,12 +71,12 @@ class ClientModels:
         check_data(data, call, self.limits)
         self._enter(model_id)
         flat = {name: torch.from_numpy(values) for name, values in flat_inputs(data, call).items()}
-        everything, formula = torch.zeros(sum(datum.targets.size for datum in data)), call.loss.formula
+        computed: list[tuple[Tensor, Tensor]] = []  # where they were computed: a copy would wait for the device
 
         def loss(pack: Pack, outputs: Outputs) -> Tensor:
-            inputs = {name: values.to(pack.token.device)[pack.token] for name, values in flat.items()}
-            everything[pack.token.cpu()] = outputs.logprobs.detach().float().cpu()
-            return formula(outputs.logprobs, inputs).sum()
+            inputs = {name: on_device(values, pack.token.device)[pack.token] for name, values in flat.items()}
+            computed.append((pack.token, outputs.logprobs.detach()))
+            return call.loss.formula(outputs.logprobs, inputs).sum()
 
         packs = self._packs(data)
         if backward:
@@ -85,6 +85,9 @@ class ClientModels:
         else:
             scored = self._engine.score(packs)
             total = sum(float(loss(pack, Outputs(one, None)).double()) for pack, one in zip(packs, scored, strict=True))
+        everything = torch.zeros(sum(datum.targets.size for datum in data))
+        for token, logprobs in computed:
+            everything[token.cpu()] = logprobs.float().cpu()
         parts = np.split(everything.numpy(), np.cumsum([datum.targets.size for datum in data])[:-1])
         shaped = [part.reshape(datum.targets.shape) for part, datum in zip(parts, data, strict=True)]
         return Forward(shaped, total)
