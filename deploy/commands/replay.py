@@ -99,6 +99,7 @@ def new_replay(
 def start_replay(job: ReplayJob, changes: Sequence[str]) -> None:
     """Make the folder and replace this process by the ranks, in the environment that the trainer's have."""
     from penstock.deploy.commands.train import python_of
+    from penstock.deploy.run.plan import rank_environment
     from penstock.deploy.sft.rank import exec_ranks
 
     if os.environ.get("PENSTOCK_SUPERVISED"):
@@ -111,7 +112,7 @@ def start_replay(job: ReplayJob, changes: Sequence[str]) -> None:
     print(f"the replay's folder is {folder}", flush=True)
     config = load_config(root / RUN_FILE, changes, with_tasks=False)
     python, words = python_of(config.trainer), ["replay-rank", str(folder)]
-    os.environ["OMP_NUM_THREADS"] = str(config.trainer.threads or 1)
+    os.environ.update(rank_environment(config.trainer))
     if config.trainer.ranks == 1:
         os.execv(python, [python, "-m", "penstock.deploy.cli", *words, "--alone"])  # noqa: S606
     exec_ranks(folder, config, words, python)

@@ -12,7 +12,14 @@ from pathlib import Path
 from penstock.common import NotPrivate, die_with_parent, interfaces_for, own_host
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import RunConnection
-from penstock.deploy.run.plan import SHUTDOWN_VARIABLE, TORCHRUN_S, TORCHRUN_TELLS, Rendezvous, trainer_stop_s
+from penstock.deploy.run.plan import (
+    SHUTDOWN_VARIABLE,
+    TORCHRUN_S,
+    TORCHRUN_TELLS,
+    Rendezvous,
+    rank_environment,
+    trainer_stop_s,
+)
 from penstock.deploy.run.weights_folder import hold_folder, local_weights_dir
 from penstock.trainer import RANKS_FILE_VARIABLE, BadJob, TrainerConfig
 from penstock.trainer.engines import check_nodes
@@ -36,7 +43,7 @@ def exec_trainer(link: RunConnection, rendezvous: Rendezvous = Rendezvous(), *, 
         python = python_of(trainer)
     except BadJob as error:
         raise ConfigError(str(error)) from error
-    environment = {**os.environ, **link.environment(), "OMP_NUM_THREADS": str(trainer.threads or 1)}
+    environment = {**os.environ, **link.environment(), **rank_environment(trainer)}
     words = [python]
     if (rendezvous.nodes, trainer.ranks) == (1, 1):
         environment = {name: value for name, value in environment.items() if name not in TORCHRUN_TELLS}

@@ -88,7 +88,19 @@ def _trainer_role(config: RunConfig, link: RunConnection) -> Role:
     alone = trainer.ranks == 1 and trainer.engine != "megatron" and os.environ.get(NODES_VARIABLE, "1") in ("", "1")
     words, stop_s = ("train-rank", "--alone") if alone else ("train",), trainer_stop_s(trainer) + SUPERVISOR_S
     role = _role(link, "trainer", "trainer", *words, max_restarts=trainer.max_restarts, stop_grace_s=stop_s)
-    return replace(role, env={**role.env, "OMP_NUM_THREADS": str(trainer.threads or 1)}) if alone else role
+    return replace(role, env={**role.env, **rank_environment(trainer)}) if alone else role
+
+
+ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+
+
+def rank_environment(trainer: TrainerConfig) -> dict[str, str]:
+    """Return the variables of a rank's process that torch reads when it is loaded."""
+    environment = {"OMP_NUM_THREADS": str(trainer.threads or 1)}
+    if not ALLOCATOR_VARIABLES & os.environ.keys():
+        # Packs are of many lengths. Without it what one leaves free on a GPU is in pieces that do not hold the next.
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return environment
 
 
 def trainer_stop_s(trainer: TrainerConfig) -> float:
@@ -128,7 +140,7 @@ def service_roles(config: RunConfig, link: RunConnection, api: Sequence[str], mo
         max_restarts=config.trainer.max_restarts,
         stop_grace_s=stop_s,
     )
-    trainer = replace(trainer, env={**trainer.env, "OMP_NUM_THREADS": str(config.trainer.threads or 1)})
+    trainer = replace(trainer, env={**trainer.env, **rank_environment(config.trainer)})
     # A service's API process holds nothing, so it may restart often.
     front = _role(link, "api", "agent", "service-api", *api, rights="owner", max_restarts=1000)
     return [*rollouts, front, trainer]

@@ -35,7 +35,7 @@ from penstock.deploy.run.connection import connect_file
 from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.identity import changed_settings
 from penstock.deploy.run.launcher import Interrupted, until_interrupted
-from penstock.deploy.run.plan import SUPERVISOR_S, trainer_stop_s
+from penstock.deploy.run.plan import SUPERVISOR_S, rank_environment, trainer_stop_s
 from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir, RunLock, require_run
 from penstock.deploy.sft.prepared import PreparedData, listed, prepare
@@ -190,7 +190,7 @@ def _trainer(config: RunConfig, run: RunDir) -> RoleSpec:
         "PENSTOCK_SUPERVISED": "1",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": str(trainer.threads or 1),
+        **rank_environment(trainer),
     }
     return RoleSpec(
         "trainer",

@@ -110,6 +110,9 @@ def test_a_lone_rank_is_started_as_such(monkeypatch: pytest.MonkeyPatch, tmp_pat
     alone = trainer("trainer.threads=3")
     assert (alone.name, list(alone.argv[-2:])) == ("trainer", ["train-rank", "--alone"])
     assert alone.env["OMP_NUM_THREADS"] == "3"
+    assert alone.env["PYTORCH_ALLOC_CONF"] == "expandable_segments:True", "packs are of many lengths"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert "PYTORCH_ALLOC_CONF" not in trainer().env, "what the user has set stays"
     for asked in (trainer("trainer.ranks=2"), trainer("trainer.engine=megatron")):
         assert asked.argv[-1] == "train", "who finds out how many ranks there are, and in which environment"
     monkeypatch.setenv("PENSTOCK_TRAIN_NODES", "2")
