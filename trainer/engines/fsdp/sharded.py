@@ -55,31 +55,29 @@ class ShardedModule:
         """Gradients of packs are added before they are reduced between sets of shards."""
         self._ranks = ranks
         self._preemption = ranks.own(Preemption)
+        self._has_run = False
 
     @torch.no_grad()
     def score(self, packs: Sequence[Pack]) -> list[Any]:
         """Return the module's outputs for each pack, without gradient."""
         try:
-            return [self.module(pack.to(self._ranks.device)) for pack, _ in self._in_step(packs)][: len(packs)]
-        except BaseException:
-            self._break_off()
-            raise
+            return [self._run(pack.to(self._ranks.device)) for pack, _ in self._in_step(packs)][: len(packs)]
         finally:
             self.reshard()
 
-    def _break_off(self) -> None:
-        """Leave the forward or backward that has failed: FSDP would stay in the middle of it, and the next one compute
-        other numbers without an error. For a lone rank: of several, none continues."""
-        if self._ranks.world == 1 and isinstance(self.module, FSDPModule):
-            self.module.zero_grad(set_to_none=True)  # nothing is left to reduce, which would take memory
-            self.module._get_fsdp_state()._root_post_backward_final_callback()
+    def _run(self, pack: Pack) -> Any:
+        self._has_run = True
+        return self.module(pack)
 
     def reshard(self) -> None:
-        """Make the masters readable again. With one shard only, a forward leaves the weights in the type that it
-        computed in."""
-        for part in self.module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+        """Leave all forwards and backwards, also one that has failed: FSDP would stay in the middle of it, and the next
+        one compute other numbers without an error.
+
+        Masters are readable again: a forward leaves weights that are gathered in the type that it computed in. FSDP
+        also notes each forward until there is a backward, for ever in a module that is only scored.
+        """
+        if self._has_run and isinstance(self.module, FSDPModule):
+            self.module.reset_iter_state()
 
     def states(self) -> Iterator[Tensor]:
         """Yield the tensors that stay in memory between steps."""
@@ -142,9 +140,9 @@ class TrainableModule(ShardedModule):
         try:
             return self._accumulate(packs, loss, divisor)
         except BaseException:
-            self._break_off()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.module.zero_grad(set_to_none=True)  # of weights that are gathered
             self.reshard()
+            self.optimizer.zero_grad(set_to_none=True)
             raise
 
     def _accumulate(self, packs: Sequence[Pack], loss: Callable[[Pack, Any], Tensor], divisor: float) -> float:
@@ -155,7 +153,7 @@ class TrainableModule(ShardedModule):
                 # update: until then their sum, in float32, is on the device.
                 self.module.set_requires_all_reduce(is_last)
             moved = pack.to(self._ranks.device)
-            total = loss(moved, self.module(moved))
+            total = loss(moved, self._run(moved))
             # FSDP2 averages gradients over the mesh's ranks; `divisor` counts all ranks, so the sum is wanted.
             (total * (self._mesh.size / divisor)).backward()
             summed += total.detach()
