@@ -216,7 +216,8 @@ def _shard(module: Any, config: TrainerConfig, ranks: Ranks) -> nn.Module:
         # FSDP2 adds up on the device what it is to reduce between sets of shards later, one set included; without sets
         # it would add each pack's gradients on the host.
         "mesh": mesh.sets if on_host else mesh.shards,
-        "reshard_after_forward": mesh.size > mesh.replicate,
+        # None: but for what lies outside of the blocks, whose backward begins at once and would gather it again.
+        "reshard_after_forward": None if mesh.size > mesh.replicate else False,
         "mp_policy": MixedPrecisionPolicy(param_dtype=None if as_kept else computed, reduce_dtype=torch.float32),
     }
     if on_host:

@@ -1,13 +1,17 @@
-"""Nothing stays of a forward that is over or has failed."""
+"""What FSDP2 is asked for: how often it gathers weights, and that nothing stays of a forward that is over or failed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_support import one_pack
 
 from penstock.trainer import Ranks, TrainerConfig
@@ -15,6 +19,36 @@ from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.ranks.preemption import Preemption, StepAbandoned
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """A rank whose collectives go nowhere."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, value])
+    opened = Ranks(torch.device("cpu"), None)
+    yield opened
+    opened.close()
+
+
+def test_weights_outside_of_the_layers_are_gathered_once_per_pack(
+    tiny_model: str, one_of_two: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FSDPEngine(tiny_model, TrainerConfig(), one_of_two)
+    gathered: list[int] = []
+    plain = DefaultAllGather.__call__
+
+    def counted(self: Any, *args: Any, **given: Any) -> Any:
+        gathered.append(1)
+        return plain(self, *args, **given)
+
+    monkeypatch.setattr(DefaultAllGather, "__call__", counted)
+    pack, layers = one_pack(60, vocab=64), engine.policy.model.config.num_hidden_layers
+    engine.accumulate([pack], lambda pack, outputs: outputs.logprobs.sum(), 1.0)
+    assert len(gathered) == 1 + 2 * layers, "a layer's, for its forward and its backward"
+    gathered.clear()
+    engine.score([pack, pack])
+    assert len(gathered) == 1 + 2 * layers
 
 
 def test_scores_leave_nothing_behind(tiny_model: str, ranks: Ranks) -> None:
