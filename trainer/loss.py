@@ -91,11 +91,7 @@ class Objective:
         token, episode, segment = pack.token[trained], pack.episode[trained], pack.segment[trained]
         behaviour, logprobs = pack.behaviour[trained], outputs.logprobs[trained]
         proximal = proximal_logprobs(self._config.proximal, pack, outputs.logprobs)[trained]
-        if self._correction is None:
-            ones = torch.ones_like(proximal)
-            corrected = Corrected(ones, ones.bool())
-        else:
-            corrected = self._correction(CorrectionInput(proximal, behaviour, segment))
+        corrected = self._corrected(CorrectionInput(proximal, behaviour, segment))
         inputs = LossInput(
             logprobs,
             proximal,
@@ -119,6 +115,12 @@ class Objective:
     def _targets_on(self, device: torch.device) -> Targets:
         self._targets = self._targets.to(device)
         return self._targets
+
+    def _corrected(self, inputs: CorrectionInput) -> Corrected:
+        if self._correction is not None:
+            return self._correction(inputs)
+        ones = torch.ones_like(inputs.proximal)
+        return Corrected(ones, ones.bool())
 
     def _penalties(self, pack: Pack, outputs: Outputs, corrected: Corrected) -> Tensor:
         """[T] coefficients · KL to reference and teacher − bonus · entropy"""
