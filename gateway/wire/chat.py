@@ -25,34 +25,27 @@ from penstock.gateway.wire.schema import (
     UNCONSTRAINED,
     BodyFields,
     ChoicesBody,
-    ContentPart,
     Count,
     Function,
+    TextContent,
     ToolChoice,
     UnsupportedField,
     WireModel,
     check_names,
     check_tool_choice,
-    image_part,
     is_text,
     plain_content,
     sampling_of,
-    text_part,
     tool_schema,
 )
 from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest, SampledToken
 from penstock.tools.parsers import ToolCall
 
 
-class TextPart(ContentPart):
+class TextPart(TextContent):
     type: Literal["text"]
-    text: str
     prompt_cache_breakpoint: Any = None
     """Ignored."""
-
-    @property
-    def plain(self) -> dict[str, str]:
-        return text_part(self.text)
 
 
 class ImageUrl(WireModel):
@@ -61,13 +54,11 @@ class ImageUrl(WireModel):
     """Ignored."""
 
 
-class ImagePart(ContentPart):
+class ImagePart(WireModel):
+    """An image, which `plain_content` refuses."""
+
     type: Literal["image_url"]
     image_url: ImageUrl
-
-    @property
-    def plain(self) -> dict[str, str]:
-        return image_part(self.image_url.url)
 
 
 Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
@@ -119,10 +110,10 @@ class ToolMessage(WireModel):
 MessageIn = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
-def plain_message(message: MessageIn, where: str, *, images: bool = False) -> dict[str, Any]:
-    """The message for a chat template. Raises `InvalidRequest` at `where` for an image that is not allowed."""
+def plain_message(message: MessageIn, where: str) -> dict[str, Any]:
+    """The message for a chat template. Raises `InvalidRequest` at `where` for an image."""
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": plain_content(message.content, f"{where}.content", images)}
+    plain: dict[str, Any] = {"role": role, "content": plain_content(message.content, f"{where}.content")}
     if message.name is not None:
         plain["name"] = message.name
     if isinstance(message, AssistantMessage):
@@ -204,19 +195,18 @@ FIELDS = BodyFields(
 )
 
 
-def parse_chat(body: Any, *, images: bool = False) -> CompletionRequest:
-    """Raises `InvalidRequest` naming the field. `images`: the model takes image parts."""
+def parse_chat(body: Any) -> CompletionRequest:
+    """Raises `InvalidRequest` naming the field."""
     chat = FIELDS.read(body)
     functions = [tool.function for tool in chat.tools or []]
     check_names(functions)
     check_tool_choice(chat.tool_choice)
     if None not in (chat.max_tokens, chat.max_completion_tokens) and chat.max_tokens != chat.max_completion_tokens:
         raise InvalidRequest("max_tokens", "differs from max_completion_tokens; it is its old name", "invalid_value")
-    messages = tuple(plain_message(one, f"messages.{i}", images=images) for i, one in enumerate(chat.messages))
     return CompletionRequest(
         api="chat",
         model=chat.model,
-        messages=messages,
+        messages=tuple(plain_message(one, f"messages.{i}") for i, one in enumerate(chat.messages)),
         tools=tuple(tool_schema(function) for function in functions),
         template_settings=chat.chat_template_kwargs or {},
         tool_choice=chat.tool_choice or "auto",

@@ -19,37 +19,31 @@ from penstock.gateway.wire.schema import (
     NOT_HERE,
     UNCONSTRAINED,
     BodyFields,
-    ContentPart,
     Count,
     Function,
     Name,
     SamplingBody,
+    TextContent,
     ToolName,
     UnsupportedField,
     WireModel,
     check_names,
     check_tool_choice,
     ignored_fields,
-    image_part,
     plain_content,
     sampling_of,
-    text_part,
     tool_schema,
 )
 from penstock.gateway.wire.thinking_blocks import text_before
 from penstock.gateway.wire.types import CompletionRequest, InvalidRequest
 
 
-class TextBlock(ContentPart):
+class TextBlock(TextContent):
     type: Literal["text"]
     text: Annotated[str, Field(min_length=1)]
     cache_control: Any = None
     """Ignored, as the next one."""
     citations: Any = None
-
-    @property
-    def plain(self) -> dict[str, str]:
-        return text_part(self.text)
 
 
 class InlineImage(WireModel):
@@ -57,25 +51,19 @@ class InlineImage(WireModel):
     media_type: str
     data: str
 
-    @property
-    def url(self) -> str:
-        return f"data:{self.media_type};base64,{self.data}"
-
 
 class LinkedImage(WireModel):
     type: Literal["url"]
     url: str
 
 
-class ImageBlock(ContentPart):
+class ImageBlock(WireModel):
+    """An image, which `plain_content` refuses."""
+
     type: Literal["image"]
     source: Annotated[InlineImage | LinkedImage, Field(discriminator="type")]
     cache_control: Any = None
     """Ignored."""
-
-    @property
-    def plain(self) -> dict[str, str]:
-        return image_part(self.source.url)
 
 
 class ThinkingBlock(WireModel):
@@ -147,7 +135,7 @@ class SystemTurn(WireModel):
 Turns = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
 
 
-def plain_turns(system: str | Sequence[TextBlock] | None, turns: Sequence[Turns], *, images: bool) -> tuple[Any, ...]:
+def plain_turns(system: str | Sequence[TextBlock] | None, turns: Sequence[Turns]) -> tuple[Any, ...]:
     """Messages as a chat template takes them. Raises `InvalidRequest`."""
     messages: list[dict[str, Any]] = []
     if system:
@@ -160,29 +148,29 @@ def plain_turns(system: str | Sequence[TextBlock] | None, turns: Sequence[Turns]
         if isinstance(turn, AssistantTurn):
             messages.append(_assistant(turn.content, where))
         elif isinstance(turn, SystemTurn):
-            messages.append({"role": "system", "content": plain_content(turn.content, where, images)})
+            messages.append({"role": "system", "content": plain_content(turn.content, where)})
         elif isinstance(turn.content, str):
             messages.append({"role": "user", "content": turn.content})
         else:
-            messages += _user(turn.content, where, images)
+            messages += _user(turn.content, where)
     if isinstance(turns[-1], AssistantTurn):
         problem = "is the assistant's: an answer that the client began cannot be continued; ask in a user message"
         raise InvalidRequest(f"messages.{len(turns) - 1}", problem, "unsupported_parameter")
     return tuple(messages)
 
 
-def _user(blocks: Sequence[Any], where: str, images: bool) -> list[dict[str, Any]]:
+def _user(blocks: Sequence[Any], where: str) -> list[dict[str, Any]]:
     """Results and the texts between them, one message each."""
     messages: list[dict[str, Any]] = []
     for is_result, group in itertools.groupby(enumerate(blocks), lambda pair: isinstance(pair[1], ToolResultBlock)):
         numbered = list(group)
         if is_result:
             for i, block in numbered:
-                content = plain_content(block.content, f"{where}.{i}.content", images)
+                content = plain_content(block.content, f"{where}.{i}.content")
                 messages.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
         else:
             first, parts = numbered[0][0], [block for _, block in numbered]
-            messages.append({"role": "user", "content": plain_content(parts, where, images, first)})
+            messages.append({"role": "user", "content": plain_content(parts, where, first)})
     return messages
 
 
@@ -299,12 +287,11 @@ class CountBody(MessagesPrompt):
 COUNT_FIELDS = BodyFields(CountBody, harmless=UNREAD | OF_SAMPLING, refused=NOT_MESSAGES)
 
 
-def parse_messages(body: Any, *, images: bool = False) -> CompletionRequest:
-    """Raises `InvalidRequest` naming the field. `images`: the model takes image blocks."""
+def parse_messages(body: Any) -> CompletionRequest:
+    """Raises `InvalidRequest` naming the field."""
     prompt = FIELDS.read(body)
     return _request(
         prompt,
-        images,
         sampling=sampling_of(prompt, prompt.max_tokens),
         limit_is_bound=True,
         stop=tuple(prompt.stop_sequences or ()),
@@ -312,12 +299,12 @@ def parse_messages(body: Any, *, images: bool = False) -> CompletionRequest:
     )
 
 
-def parse_count_tokens(body: Any, *, images: bool = False) -> CompletionRequest:
+def parse_count_tokens(body: Any) -> CompletionRequest:
     """The request whose prompt is to be counted. Raises `InvalidRequest` naming the field."""
-    return _request(COUNT_FIELDS.read(body), images)
+    return _request(COUNT_FIELDS.read(body))
 
 
-def _request(prompt: MessagesPrompt, images: bool, **sampling: Any) -> CompletionRequest:
+def _request(prompt: MessagesPrompt, **sampling: Any) -> CompletionRequest:
     functions = [tool.function for tool in prompt.tools or []]
     check_names(functions)
     choice = prompt.tool_choice or ChoiceOfTools(type="auto")
@@ -327,7 +314,7 @@ def _request(prompt: MessagesPrompt, images: bool, **sampling: Any) -> Completio
     return CompletionRequest(
         api="messages",
         model=prompt.model,
-        messages=plain_turns(prompt.system, prompt.messages, images=images),
+        messages=plain_turns(prompt.system, prompt.messages),
         tools=tuple(tool_schema(function) for function in functions),
         tool_choice="none" if choice.type == "none" else "auto",
         parallel_tool_calls=choice.disable_parallel_tool_use is not True,

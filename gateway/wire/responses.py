@@ -26,20 +26,18 @@ from penstock.gateway.wire.schema import (
     TEXT_ONLY,
     UNCONSTRAINED,
     BodyFields,
-    ContentPart,
     Count,
     Function,
     SamplingBody,
     StreamOptions,
+    TextContent,
     ToolChoice,
     UnsupportedField,
     WireModel,
     check_names,
     check_tool_choice,
-    image_part,
     plain_content,
     sampling_of,
-    text_part,
     tool_schema,
 )
 from penstock.gateway.wire.types import AnswerHead, Choice, CompletionRequest, InvalidRequest, SampledToken, item_id
@@ -48,28 +46,21 @@ from penstock.tools.parsers import ToolCall
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextItemPart(ContentPart):
+class TextItemPart(TextContent):
     type: Literal["input_text", "output_text", "text"]
-    text: str
     annotations: Any = None
     """Ignored, as the next two."""
     logprobs: Any = None
     prompt_cache_breakpoint: Any = None
 
-    @property
-    def plain(self) -> dict[str, str]:
-        return text_part(self.text)
 
+class ImageItemPart(WireModel):
+    """An image, which `plain_content` refuses."""
 
-class ImageItemPart(ContentPart):
     type: Literal["input_image"]
     image_url: str
     detail: str | None = None
     """Ignored."""
-
-    @property
-    def plain(self) -> dict[str, str]:
-        return image_part(self.image_url)
 
 
 ItemPart = Annotated[TextItemPart | ImageItemPart, Field(discriminator="type")]
@@ -129,20 +120,20 @@ Item = Annotated[
 ]
 
 
-def plain_items(items: Sequence[Item], *, images: bool = False) -> tuple[dict[str, Any], ...]:
-    """Messages as a chat template takes them. Raises `InvalidRequest` for an image that is not allowed."""
+def plain_items(items: Sequence[Item]) -> tuple[dict[str, Any], ...]:
+    """Messages as a chat template takes them. Raises `InvalidRequest` for an image."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         if isinstance(item, MessageItem):
             role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": plain_content(item.content, f"input.{i}.content", images)})
+            messages.append({"role": role, "content": plain_content(item.content, f"input.{i}.content")})
         elif isinstance(item, CallItem):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             calls = messages[-1].setdefault("tool_calls", [])
             calls.append(plain_call(item.call_id, item.name, item.arguments))
         elif isinstance(item, OutputItem):
-            content = plain_content(item.output, f"input.{i}.output", images)
+            content = plain_content(item.output, f"input.{i}.output")
             messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
     return tuple(messages)
 
@@ -199,7 +190,7 @@ FIELDS = BodyFields(
 )
 
 
-def parse_response(body: Any, *, images: bool = False) -> CompletionRequest:
+def parse_response(body: Any) -> CompletionRequest:
     """Raises `InvalidRequest` naming the field.
 
     `messages` of the result are this request's alone; the caller adds those of `previous_response_id` before them, and
@@ -213,7 +204,7 @@ def parse_response(body: Any, *, images: bool = False) -> CompletionRequest:
     return CompletionRequest(
         api="responses",
         model=request.model,
-        messages=_messages(request, images),
+        messages=_messages(request),
         tools=tuple(tool_schema(tool) for tool in tools),
         tool_choice=request.tool_choice or "auto",
         parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -241,10 +232,10 @@ def parse_input_tokens(body: Any, model: str) -> CompletionRequest:
     return parse_response({"model": model, "input": "", **present})
 
 
-def _messages(request: ResponseBody, images: bool) -> tuple[dict[str, Any], ...]:
+def _messages(request: ResponseBody) -> tuple[dict[str, Any], ...]:
     if isinstance(request.input, str):
         return ({"role": "user", "content": request.input},)
-    messages = plain_items(request.input, images=images)
+    messages = plain_items(request.input)
     if not messages and request.previous_response_id is None:
         raise InvalidRequest("input", "it has no messages", "invalid_value")
     return messages

@@ -9,7 +9,6 @@ unknown    everything else: refused
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
@@ -271,32 +270,22 @@ def check_tool_choice(choice: Any) -> None:
         )
 
 
-class ContentPart(WireModel):
-    """A part of a message's content in one route's format."""
+class TextContent(WireModel):
+    """A text among the parts of a message's content, in one route's format."""
 
-    @property
-    @abstractmethod
-    def plain(self) -> dict[str, str]:
-        """The part for a chat template: `text_part` or `image_part`."""
+    text: str
 
 
-def text_part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
+def plain_content(content: str | Sequence[WireModel] | None, where: str, first: int = 0) -> str:
+    """Joins text parts without a separator.
 
-
-def image_part(url: str) -> dict[str, str]:
-    return {"type": "image", "url": url}
-
-
-def plain_content(content: str | Sequence[ContentPart] | None, where: str, images: bool, first: int = 0) -> Any:
-    """Joins text parts without a separator; with images the parts stay separate.
-
-    Raises `InvalidRequest` at `where` for an image where the model takes none; `first`: number of the first part there.
+    Raises `InvalidRequest` at `where` for an image; `first`: number of the first part there.
     """
     if content is None or isinstance(content, str):
         return content or ""
-    parts = [part.plain for part in content]
-    seen = [i for i, part in enumerate(parts) if part["type"] == "image"]
-    if seen and not images:
-        raise InvalidRequest(f"{where}.{first + seen[0]}", "this model takes no images", "unsupported_parameter")
-    return parts if seen else "".join(part["text"] for part in parts)
+    texts = []
+    for number, part in enumerate(content, start=first):
+        if not isinstance(part, TextContent):
+            raise InvalidRequest(f"{where}.{number}", "this model takes no images", "unsupported_parameter")
+        texts.append(part.text)
+    return "".join(texts)

@@ -117,29 +117,6 @@ def test_chat_joins_text_parts_exactly_and_reads_developer_as_system() -> None:
     assert request.messages == ({"role": "system", "content": "a  b\n"}, {**USER, "name": "Ann"})
 
 
-PNG = "data:image/png;base64,AA=="
-
-
-@pytest.mark.parametrize(
-    ("parse", "part", "url"),
-    [
-        (parse_chat, {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}}, PNG),
-        (parse_response, {"type": "input_image", "image_url": PNG, "detail": "auto"}, PNG),
-        (
-            parse_messages,
-            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
-            PNG,
-        ),
-        (parse_messages, {"type": "image", "source": {"type": "url", "url": "u"}}, "u"),
-    ],
-)
-def test_image_is_a_part_where_the_model_takes_images(parse: Any, part: dict[str, Any], url: str) -> None:
-    turns = [{"role": "user", "content": [{"type": "text", "text": "What?"}, part]}]
-    body = {"model": "tiny", "input": turns} if parse is parse_response else {"model": "tiny", "messages": turns}
-    (asked,) = parse({**body, "max_tokens": 9} if parse is parse_messages else body, images=True).messages
-    assert asked == {"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image", "url": url}]}
-
-
 @pytest.mark.parametrize(
     ("text", "plain"),
     [
