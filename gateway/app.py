@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from fastapi import APIRouter
 from starlette.types import ASGIApp
 
 from penstock.agent_loops import AgentConfig, AgentError, ChatTokens, Teachers, allow_imports_from
@@ -45,11 +44,7 @@ class Gateway:
         self._reward: RewardFunction | None = None
         self._teachers = Teachers(job.config.teachers) if job.config.teachers else None
         self._loading = asyncio.Lock()
-        self._router = make_router(self.manager, url, job.run.token, lambda: sidecar.version)
-
-    @property
-    def router(self) -> APIRouter:
-        return self._router
+        self.router = make_router(self.manager, url, job.run.token, lambda: sidecar.version)
 
     def allows(self, path: str, token: str) -> bool:
         """An episode's key opens its own ``/v1/`` routes."""

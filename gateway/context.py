@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from penstock.agent_loops import AgentConfig, ChatTokens, GenerateClient, Mismatches, Teachers
@@ -61,8 +62,9 @@ def longest_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()))
 
 
+@lru_cache(maxsize=4)
 def detokenizer(chat: ChatTokens) -> Detokenizer:
-    """Return the decoder of this model's token ids to text and tool calls."""
+    """Return the decoder of this model's token ids to text and tool calls. Making one reads the whole vocabulary."""
     return Detokenizer(
         decode=chat.decode,
         token_bytes=token_bytes_of(chat.tokenizer),

@@ -78,9 +78,9 @@ class RecordingTransport(httpx2.AsyncBaseTransport):
     def _models(self, path: str) -> dict[str, Any]:
         context, name = self._episode.context, path.removeprefix("/v1/models").removeprefix("/")
         if not name:
-            return model_list_body([model_body(known, 0) for known in context.models])
+            return model_list_body([model_body(known) for known in context.models])
         context.check_model(name)
-        return model_body(name, 0)
+        return model_body(name)
 
     def _note(self, error: InvalidRequest | GatewayError) -> None:
         if self.failure is None and isinstance(error, NotNow | Gone):

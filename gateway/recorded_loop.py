@@ -11,14 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from penstock.agent_loops import (
     AgentLoopBase,
     AgentLoopOutput,
-    ChatTokens,
     EpisodeJournal,
     EpisodeRestart,
     InfraFailure,
@@ -29,7 +27,6 @@ from penstock.gateway.errors import GatewayError
 from penstock.gateway.finish import last_turn, tool_calls_of
 from penstock.gateway.journal import ANSWER, NOTED
 from penstock.gateway.session import GatewaySession
-from penstock.gateway.wire.reader import Detokenizer
 from penstock.transfer_queue import Lease, Outcome
 
 MODEL = "policy"
@@ -56,7 +53,7 @@ class RecordedLoop(AgentLoopBase):
             queue=services.queue,
             client=services.client,
             chat=services.chat,
-            detokenizer=detokenizer_of(services.chat),
+            detokenizer=detokenizer(services.chat),
             model=MODEL,
             reward=services.reward,
             teachers=services.teachers,
@@ -103,9 +100,3 @@ def infra_failure_of(error: GatewayError, episode: GatewaySession) -> InfraFailu
         return InfraFailure(episode.broken.component, episode.broken.reason)
     component, _, reason = str(error).removeprefix("the ").partition(": ")
     return InfraFailure(component, reason) if reason else InfraFailure("rollout", str(error))
-
-
-@lru_cache(maxsize=4)
-def detokenizer_of(chat: ChatTokens) -> Detokenizer:
-    """Cached per worker, because it reads the whole vocabulary."""
-    return detokenizer(chat)

@@ -143,7 +143,7 @@ def make_client_router(find: FindSession, version: Callable[[], int]) -> APIRout
     def described(request: Request, episode: GatewaySession, name: str) -> dict[str, Any]:
         if errors_for(request.scope) is ANTHROPIC_ERRORS:
             return anthropic_model_body(name)
-        return model_body(name, 0, max_model_len=episode.context.context_limit(), policy_version=version())
+        return model_body(name, max_model_len=episode.context.context_limit(), policy_version=version())
 
     @router.get("/episodes/{handle}/v1/models")
     @_with_refusals

@@ -17,9 +17,9 @@ class Shape(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-def model_body(model: str, created_s: int, **more: Any) -> dict[str, Any]:
+def model_body(model: str, **more: Any) -> dict[str, Any]:
     """One model. `more` are further fields, such as ``max_model_len`` and ``version``; clients keep and ignore them."""
-    return {"id": model, "object": "model", "created": created_s, "owned_by": "penstock", **more}
+    return {"id": model, "object": "model", "created": 0, "owned_by": "penstock", **more}
 
 
 def model_list_body(models: list[dict[str, Any]]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class AnswerReader:
             0 if self.stopped else _longest_beginning(self._request.stop, self._pending_text)
         )
         if self._request.reads_calls:
-            opening = _longest_beginning((self._of.syntax.opening,), self._pending_text)
+            opening = _longest_beginning((self._of.syntax.parser.opening,), self._pending_text)
             before_call = min(self._of.syntax.start(self._pending_text), len(self._pending_text) - opening, end)
             end = len(self._pending_text[:before_call].rstrip())
         piece, self._pending_text = self._pending_text[:end], self._pending_text[end:]
@@ -182,28 +182,22 @@ def _longest_beginning(words: Sequence[str], text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """The form in which one model writes calls, by the marks of its parser."""
+    """The form in which one model writes calls, by the marks of its parser.
+
+    Without an `opening`, answers that may hold calls are not streamed; without a `closing`, none is cut after its first
+    call.
+    """
 
     parser: ToolCallParser
 
-    @property
-    def opening(self) -> str:
-        """The start of every call; empty: answers that may hold calls are not streamed."""
-        return self.parser.opening
-
-    @property
-    def closing(self) -> str:
-        """The end of every call; empty: an answer is not cut after its first call."""
-        return self.parser.closing
-
     def start(self, text: str) -> int:
         """Start of the first call, or the end of `text`."""
-        at = text.find(self.opening)
+        at = text.find(self.parser.opening)
         return at if at >= 0 else len(text)
 
     def one_is_whole(self, text: str) -> bool:
         """Return True if `text` holds a complete, well-formed call."""
-        if not self.closing or self.closing not in text:
+        if not self.parser.closing or self.parser.closing not in text:
             return False
         calls = self.parser.parse(text[self.start(text) :]).calls
         return bool(calls) and calls[0].error is None

@@ -70,7 +70,7 @@ class BodyFields(Generic[Body]):
         return validated(self.body, {name: body[name] for name in self.body.model_fields if name in body})
 
 
-def validated(model: type[Body], value: Any, where: Sequence[str | int] = ()) -> Body:
+def validated(model: type[Body], value: Any) -> Body:
     """`value` as a `model`. Raises `InvalidRequest` with the path of the wrong field."""
     try:
         return model.model_validate(value)
@@ -82,13 +82,13 @@ def validated(model: type[Body], value: Any, where: Sequence[str | int] = ()) ->
             errors,
             key=lambda pair: (len(pair[0]), pair[0][-1:] == ("type",), not pair[1]["type"].endswith("_type")),
         )
-        field = path_text([*where, *path])
+        field = path_text(path)
         if one["type"] == "extra_forbidden":
             raise InvalidRequest(field, "unknown field", "unknown_parameter") from None
         message = one["msg"].removeprefix("Value error, ").replace(" after validation", "")
         raise InvalidRequest(field, message, "invalid_value") from None
     except RecursionError:
-        raise InvalidRequest(path_text(where), "nested too deeply", "invalid_value") from None
+        raise InvalidRequest("", "nested too deeply", "invalid_value") from None
 
 
 def check_plain(value: Any, where: tuple[str | int, ...] = ()) -> None:

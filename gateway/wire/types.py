@@ -25,7 +25,6 @@ class InvalidRequest(Exception):
     def __init__(self, field: str, message: str, code: str | None = None) -> None:
         super().__init__(f"{field}: {message}" if field else message)
         self.field = field
-        self.message = message
         self.code = code
         """``unsupported_parameter``, ``unknown_parameter``, ``invalid_value`` or None"""
 

@@ -94,7 +94,7 @@ def test_a_bad_ask_names_the_field() -> None:
 
 
 async def test_models() -> None:
-    body = model_body("tiny", 1_700_000_000, max_model_len=512)
+    body = model_body("tiny", max_model_len=512)
     found = await client_for(httpx2.Response(200, json=model_list_body([body]))).models.list()
     assert [model.model_dump(exclude_unset=True) for model in found.data] == [body]
     one = await client_for(httpx2.Response(200, json=body)).models.retrieve("tiny")

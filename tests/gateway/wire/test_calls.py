@@ -37,7 +37,7 @@ def test_calls_are_read_and_nothing_shown_is_taken_back(
     assert "Let me look." in choice.content
     assert [(call.name, call.arguments) for call in choice.calls] == [("python", ARGUMENTS)] * 2
     assert choice.finish_reason == "tool_calls"
-    has_mark = CallSyntax(get_parser(parser)).opening != ""
+    has_mark = get_parser(parser).opening != ""
     assert (shown == "Let me look.") is has_mark, "without a mark nothing can be shown before the answer has ended"
 
 
