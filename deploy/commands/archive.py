@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.common.registry import near_and_known
-from penstock.deploy.commands.shared import AsJson, RunName, RunsDir, folder_of_run, user_errors
-from penstock.deploy.config import RUN_FILE, ConfigError, load_config
+from penstock.deploy.commands.shared import RUNS, AsJson, RunName, RunsDir, folder_of_run, load_run, user_errors
+from penstock.deploy.config import ConfigError
 from penstock.transfer_queue import BadPayload, same_reward
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ Where = Annotated[
     list[str] | None,
     typer.Option("--where", help="COLUMN=VALUE, or <, <=, >, >= in place of =; several must all hold."),
 ]
-RUNS = Path("runs")
 SUMS = {
     ("reward", "mean"): "reward_mean",
     ("reward", "min"): "reward_min",
@@ -174,7 +173,7 @@ def opened(run: str, runs_dir: Path) -> Archive:
     """Return the archive of a run. Raises `ConfigError`."""
     from penstock.deploy.run.connection import archive_of
 
-    return archive_of(load_config(folder_of_run(run, runs_dir) / RUN_FILE, with_tasks=False))
+    return archive_of(load_run(folder_of_run(run, runs_dir)))
 
 
 def listed(archive: Archive) -> pa.Table:
@@ -224,7 +223,7 @@ def records(run: str, runs_dir: Path, where: Sequence[str]) -> list[dict[str, An
     """Return chosen episodes as recorded trajectories, with their step. Raises `ConfigError`, `BadPayload`."""
     from penstock.trainer import load_tokenizer, readable_trajectory
 
-    tokenizer = load_tokenizer(load_config(folder_of_run(run, runs_dir) / RUN_FILE, with_tasks=False).model)
+    tokenizer = load_tokenizer(load_run(folder_of_run(run, runs_dir)).model)
     return [
         {"step": step, "learned": learned, **readable_trajectory(trajectory, None, tokenizer)}
         for step, learned, trajectory in trajectories(opened(run, runs_dir), where)

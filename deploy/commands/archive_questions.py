@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.deploy.commands.archive import RUNS, app, opened, record_of, records, trajectories
-from penstock.deploy.commands.shared import AsJson, RunName, RunsDir, user_errors
+from penstock.deploy.commands.archive import app, opened, record_of, records, trajectories
+from penstock.deploy.commands.shared import RUNS, AsJson, RunName, RunsDir, user_errors
 from penstock.deploy.config import ConfigError
 from penstock.transfer_queue import BadPayload
 

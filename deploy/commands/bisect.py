@@ -6,14 +6,13 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.common import FileLock
-from penstock.deploy.commands.shared import AsJson, RunName, RunsDir, folder_of_run, refuse, user_errors
-from penstock.deploy.config import RUN_FILE, ConfigError, RunConfig, load_config
+from penstock.deploy.commands.shared import RUNS, AsJson, RunName, RunsDir, folder_of_run, load_run, refuse, user_errors
+from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def bisect(
         int | None, typer.Option("--n", min=1, help="Episodes per task; default: the run's group_size.")
     ] = None,
     most: Annotated[int, typer.Option("--tries", min=3, help="Most replays, each with an evaluation.")] = 40,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: RunsDir = RUNS,
     as_json: AsJson = False,
 ) -> None:
     """Find the step and the episodes of a run whose removal undoes a collapse.
@@ -51,9 +50,27 @@ def bisect(
     Examples: penstock bisect calculator --below 0.5
     penstock bisect calculator --metric response_length_mean --below 10 --from 20 --n 4 --json
     """
+    from penstock.deploy.bisection.cause import cause_of
+    from penstock.deploy.bisection.collapse import fall_of, recorded_metric, stretches_of
+    from penstock.deploy.bisection.tries import Judgement, Tries
+    from penstock.deploy.run.connection import archive_of
+    from penstock.deploy.run.console import HeadConsole
+
     with bisect_errors():
         root = folder_of_run(run, runs_dir).resolve()
-        cause = _search(RunDir(root), metric, below, first, rows, samples, most)
+        config, console, values = load_run(root), HeadConsole(), recorded_metric(RunDir(root), metric)
+        archive, fall = archive_of(config), fall_of(values, below, first)
+        falls = (f"{values[step]:.4g} at step {step}" for step in (fall.steps[0], fall.healthy))
+        console.print(f"{root.name}: {metric} is {', '.join(falls)}", markup=False, soft_wrap=True)
+        temperature = config.agent.temperature
+        count = samples or (config.group_size if temperature else 1)
+        tasks = tasks_of(config, archive, fall.steps[0])[: rows or None]
+        judgement = Judgement(metric, below, tasks, count, temperature)
+        folder = root / "bisects"
+        folder.mkdir(exist_ok=True)
+        with FileLock(folder / "lock", "another bisect of this run is running", error=ConfigError):
+            tries = Tries(root, folder, most, judgement, console)
+            cause = cause_of(tries, stretches_of(RunDir(root), archive, fall), archive)
     report = {"run": root.name, "metric": metric, "below": below, **cause.as_json()}
     typer.echo(json.dumps(report) if as_json else in_words(cause, metric, below))
 
@@ -76,35 +93,6 @@ def bisect_errors() -> Iterator[None]:
         refuse(f"{error}\nthe same command continues it", 1)
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         refuse("interrupted; the same command continues it", 130)
-
-
-def _search(  # noqa: PLR0917 - called in one place
-    run: RunDir, metric: str, below: float, first: int, rows: int, samples: int | None, most: int
-) -> Cause:
-    from penstock.deploy.bisection.cause import cause_of
-    from penstock.deploy.bisection.collapse import fall_of, recorded_metric, stretches_of
-    from penstock.deploy.bisection.tries import Judgement, Tries
-    from penstock.deploy.run.connection import archive_of
-    from penstock.deploy.run.console import HeadConsole
-
-    config, console = load_config(run.root / RUN_FILE, with_tasks=False), HeadConsole()
-    archive, values = archive_of(config), recorded_metric(run, metric)
-    fall = fall_of(values, below, first)
-    console.print(
-        f"{run.root.name}: {metric} is {values[fall.steps[0]]:.4g} at step {fall.steps[0]}, "
-        f"{values[fall.healthy]:.4g} at step {fall.healthy}",
-        markup=False,
-        soft_wrap=True,
-    )
-    temperature = config.agent.temperature
-    count = samples or (config.group_size if temperature else 1)
-    tasks = tasks_of(config, archive, fall.steps[0])[: rows or None]
-    judgement = Judgement(metric, below, tasks, count, temperature)
-    folder = run.root / "bisects"
-    folder.mkdir(exist_ok=True)
-    with FileLock(folder / "lock", "another bisect of this run is running", error=ConfigError):
-        tries = Tries(run.root, folder, most, judgement, console)
-        return cause_of(tries, stretches_of(run, archive, fall), archive)
 
 
 def tasks_of(config: RunConfig, archive: Archive, step: int) -> list[DatasetRow]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.deploy.commands.shared import AsJson, RunName, RunsDir, folder_of_run, user_errors
+from penstock.deploy.commands.shared import RUNS, AsJson, RunName, RunsDir, folder_of_run, load_run, user_errors
 
 if TYPE_CHECKING:
     from penstock.trainer import CurriculumWeights
@@ -27,7 +27,7 @@ def curriculum(
         list[str] | None,
         typer.Option(metavar="POOL=WEIGHT", help="How often rows of new, learnable, easy or hard come."),
     ] = None,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: RunsDir = RUNS,
     *,
     as_json: AsJson = False,
 ) -> None:
@@ -86,7 +86,7 @@ def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[s
 
 def _weights_of(root: Path) -> CurriculumWeights:
     """Returns the weights that were set while the run trained, otherwise the recipe's."""
-    from penstock.deploy.config import RUN_FILE, ConfigError, load_config
+    from penstock.deploy.config import RUN_FILE, ConfigError
     from penstock.deploy.run_dir import no_such_run
     from penstock.trainer import WEIGHTS_FILE, read_weights
 
@@ -94,7 +94,7 @@ def _weights_of(root: Path) -> CurriculumWeights:
         raise ConfigError(no_such_run(root.parent, root.name))
     if (root / WEIGHTS_FILE).is_file():
         return read_weights(root / WEIGHTS_FILE)
-    config = load_config(root / RUN_FILE, with_tasks=False)
+    config = load_run(root)
     if config.data.curriculum is None:
         raise ConfigError(f"run {root.name} has no curriculum: set data.curriculum in its recipe")
     return config.data.curriculum.weights

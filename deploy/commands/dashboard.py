@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.deploy.commands.shared import refuse
+from penstock.deploy.commands.shared import RUNS, refuse
 
 if TYPE_CHECKING:
     from penstock.dashboard import Tokens
 
 
 def dashboard(
-    runs_dir: Annotated[Path, typer.Argument(help="Folder that holds the runs.", metavar="[RUNS]")] = Path("runs"),
+    runs_dir: Annotated[Path, typer.Argument(help="Folder that holds the runs.", metavar="[RUNS]")] = RUNS,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 8600,
 ) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.deploy.commands.shared import AsJson, refuse, run_or_path, user_errors
-from penstock.deploy.config import RUN_FILE, ConfigError, RunConfig, load_config
+from penstock.deploy.commands.shared import AsJson, load_run, refuse, run_or_path, user_errors
+from penstock.deploy.config import RUN_FILE, ConfigError, RunConfig
 
 
 def prove(
@@ -50,9 +50,10 @@ def prove(
             print(f"{path} is written; sign it: ssh-keygen -Y sign -n penstock -f ~/.ssh/id_ed25519 {path}")
             return
         if row is not None:
-            rows = load_rows(_needed(config, model).data.train)
+            data = _needed(config, model).data.train
+            rows = load_rows(data)
             if row >= len(rows):
-                refuse(f"--row {row}: {_needed(config, model).data.train} has {len(rows)} rows")
+                refuse(f"--row {row}: {data} has {len(rows)} rows")
             steps = steps_of_task(read_record(folder), rows[row].task("", "train"))
             where = f"trained in steps {', '.join(map(str, steps))}" if steps else "in no trained step"
             print(json.dumps({"row": row, "steps": steps}) if as_json else f"row {row}: {where}")
@@ -76,7 +77,7 @@ def _place(model: Path, run: Path | None) -> tuple[Path, RunConfig | None]:
     folder = place / "final_model" if root == place else place
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no model there")
-    return folder, None if root is None else load_config(root / RUN_FILE, with_tasks=False)
+    return folder, None if root is None else load_run(root)
 
 
 def _needed(config: RunConfig | None, model: Path) -> RunConfig:

@@ -14,8 +14,8 @@ import typer
 
 from penstock.common import read_jsonl
 from penstock.dashboard import decoder_of, plain, whole_letter
-from penstock.deploy.commands.shared import user_errors
-from penstock.deploy.config import RUN_FILE, ConfigError, load_config
+from penstock.deploy.commands.shared import RUNS, load_run, user_errors
+from penstock.deploy.config import RUN_FILE, ConfigError
 from penstock.deploy.run.connection import (
     INTERACTIVE,
     PASSWORD_VARIABLE,
@@ -44,7 +44,6 @@ app.add_typer(letters, name="dead-letters")
 
 Answer = TypeVar("Answer")
 RunArgument = Annotated[str | None, typer.Argument(help="Name of the run, or its folder [PENSTOCK_RUN].")]
-RUNS = Path("runs")
 
 
 @app.command()
@@ -145,8 +144,8 @@ def show(episode_id: str, run: RunArgument = None) -> None:
 
 def _decoder(run: str | None) -> Callable[[Sequence[int]], str] | None:
     """None, and ids are shown as numbers, where the run's folder or its tokenizer is not here."""
-    recipe = _folder(run or os.environ.get(RUN_VARIABLE, "")) / RUN_FILE
-    return decoder_of(load_config(recipe, with_tasks=False).model) if recipe.is_file() else None
+    folder = _folder(run or os.environ.get(RUN_VARIABLE, ""))
+    return decoder_of(load_run(folder).model) if (folder / RUN_FILE).is_file() else None
 
 
 @letters.command()

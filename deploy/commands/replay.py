@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from penstock.common import die_with_parent
-from penstock.deploy.commands.shared import RunName, RunsDir, folder_of_run, user_errors
-from penstock.deploy.config import RUN_FILE, ConfigError, RunConfig, load_config
+from penstock.deploy.commands.shared import RUNS, RunName, RunsDir, folder_of_run, load_run, user_errors
+from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def replay(
         typer.Option(help="Not trained: a step, or an episode as `penstock archive ls --by episode` lists it."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder; default: replays/FROM-TO in the run's.")] = None,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Train steps of a run again without rollout servers: the same weights bit for bit, or those of another algorithm
     or of fewer episodes.
@@ -57,21 +57,19 @@ def replay(
 
     with replay_errors():
         root = folder_of_run(run, runs_dir).resolve()
-        job = new_replay(root, first, last, checked(changes or []), out or root / "replays")
+        job = new_replay(root, first, last, checked(changes or [], "trainer"), out or root / "replays")
         job = replace(job, left_out=episodes_named(job.archive, job.first, job.last, without or []))
         check_replay(job)
         start_replay(job, changes or [])
 
 
-@contextmanager
-def replay_errors() -> Iterator[None]:
+def replay_errors() -> AbstractContextManager[None]:
     """Ends the command with status 2 and the message of what is refused before anything is trained."""
     from penstock.common import UnknownName
     from penstock.trainer import BadJob
     from penstock.transfer_queue import BadPayload
 
-    with user_errors(BadJob, BadPayload, UnknownName):
-        yield
+    return user_errors(BadJob, BadPayload, UnknownName)
 
 
 def new_replay(
@@ -82,7 +80,7 @@ def new_replay(
     from penstock.deploy.run.connection import archive_of
     from penstock.trainer import ReplayJob, check_replay
 
-    archive = archive_of(load_config(root / RUN_FILE, with_tasks=False))
+    archive = archive_of(load_run(root))
     steps = archive.index()["step"].to_pylist() if last is None else [last - 1]
     if not steps:
         raise ConfigError(f"{root.name}: its archive has no committed step; --to replays trained ones")
@@ -110,7 +108,7 @@ def start_replay(job: ReplayJob, changes: Sequence[str]) -> None:
     order["left_out"] = sorted(job.left_out)
     (folder / ORDER).write_text(json.dumps(order) + "\n")
     print(f"the replay's folder is {folder}", flush=True)
-    config = load_config(root / RUN_FILE, changes, with_tasks=False)
+    config = load_run(root, changes)
     python, words = python_of(config.trainer), ["replay-rank", str(folder)]
     os.environ.update(rank_environment(config.trainer))
     if config.trainer.ranks == 1:
@@ -133,11 +131,12 @@ def episodes_named(archive: Archive, first: int, last: int, names: Sequence[str]
     return frozenset(one for name in names for one in by_name[name])
 
 
-def checked(changes: Sequence[str]) -> Sequence[str]:
-    """Raises `ConfigError` for a setting that the archived batches were made with."""
+def checked(changes: Sequence[str], *sections: str) -> Sequence[str]:
+    """Raises `ConfigError` for a setting outside of `sections`: the archived batches were made with it."""
     for change in changes:
-        if not change.startswith("trainer."):
-            raise ConfigError(f"--set {change}: only trainer.* can be changed; the batches were made with the others")
+        if not change.startswith(tuple(f"{section}." for section in sections)):
+            keys = " and ".join(f"{section}.*" for section in sections)
+            raise ConfigError(f"--set {change}: only {keys} can be changed; the batches were made with the others")
     return changes
 
 
@@ -159,7 +158,7 @@ async def replay_rank(folder: Path) -> None:
 
     order = json.loads((folder / ORDER).read_text())
     root, is_rescored = Path(order["run"]), order["rescored"]
-    own = Archive(RunDir(folder).archive) if is_rescored else archive_of(load_config(root / RUN_FILE, with_tasks=False))
+    own = Archive(RunDir(folder).archive) if is_rescored else archive_of(load_run(root))
     with fatal(BadJob, BadPayload, NotSaved, PayloadsLost, TrainingDiverged, UnknownName):
         jobs, (first, last) = _jobs_of(root, folder, order["changes"]), order["steps"]
         result = await replay_steps(ReplayJob(*jobs, own, first, last, is_rescored, frozenset(order["left_out"])))
@@ -173,8 +172,7 @@ async def replay_rank(folder: Path) -> None:
 
 def _jobs_of(root: Path, folder: Path, changes: Sequence[str]) -> tuple[TrainJob, TrainJob]:
     """Return the jobs of the replay and of its run."""
-    before, config = (load_config(root / RUN_FILE, of, with_tasks=False) for of in ((), changes))
-    return _job_of(config, folder), _job_of(before, root)
+    return _job_of(load_run(root, changes), folder), _job_of(load_run(root), root)
 
 
 def _job_of(config: RunConfig, folder: Path) -> TrainJob:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.deploy.commands.replay import First, Last, new_replay, replay_errors, start_replay
-from penstock.deploy.commands.shared import RunName, RunsDir, folder_of_run, user_errors
-from penstock.deploy.config import RUN_FILE, ConfigError, RunConfig, load_config
+from penstock.deploy.commands.replay import First, Last, checked, new_replay, replay_errors, start_replay
+from penstock.deploy.commands.shared import RUNS, RunName, RunsDir, folder_of_run, load_run, user_errors
+from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def rescore(
         list[str] | None, typer.Option("--set", help="trainer.key=value, or agent.rewards.key=value.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="A new folder; default: rescores/FROM-TO in the run's.")] = None,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Give a run's archived trajectories new rewards and train on them: a reward was wrong, or another one is wanted.
 
@@ -49,9 +49,9 @@ def rescore(
 
     with replay_errors(), user_errors(DataError, InfraFailure, LoadError):
         root = folder_of_run(run, runs_dir).resolve()
-        all_changes = [*changes_of(reward, model), *checked(changes or [])]
+        all_changes = [*changes_of(reward, model), *checked(changes or [], "trainer", "agent.rewards")]
         replay = new_replay(root, first, last, all_changes, out or root / "rescores", has_new_rewards=True)
-        config = load_config(root / RUN_FILE, all_changes, with_tasks=False)
+        config = load_run(root, all_changes)
         asyncio.run(_store_rescored(replay, config))
         start_replay(replay, all_changes)
 
@@ -62,14 +62,6 @@ def changes_of(reward: str, model: str | None) -> list[str]:
 
     former = [] if reward == BY_SOURCE else ["agent.rewards.sources={}", "agent.rewards.settings={}"]
     return [f"agent.reward={reward}", *former, *([f"model={model}"] if model else [])]
-
-
-def checked(changes: list[str]) -> list[str]:
-    """Raises `ConfigError` for a setting that the archived batches were made with."""
-    for change in changes:
-        if not change.startswith(("trainer.", "agent.rewards.")):
-            raise ConfigError(f"--set {change}: only trainer.* and agent.rewards.* can be changed")
-    return changes
 
 
 async def _store_rescored(replay: ReplayJob, config: RunConfig) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from penstock.deploy.config import RECIPES, RUN_FILE, ConfigError
+from penstock.deploy.config import RECIPES, RUN_FILE, ConfigError, RunConfig, load_config
 from penstock.deploy.run_dir import no_such_run
+
+RUNS = Path("runs")
 
 
 def own_or_shipped(recipe: Path | None) -> Path | None:
@@ -34,7 +36,7 @@ def recipe_or_run(recipe: Path) -> Path | None:
 
 def run_or_path(path: Path) -> Path:
     """Return the folder runs/NAME for the name of a run; else the path itself."""
-    named = Path("runs") / path
+    named = RUNS / path
     return named if not path.exists() and path.name == str(path) and (named / RUN_FILE).is_file() else path
 
 
@@ -99,3 +101,8 @@ def folder_of_run(run: str, runs_dir: Path) -> Path:
     if not root.is_dir():
         raise ConfigError(no_such_run(root.parent, root.name))
     return root
+
+
+def load_run(root: Path, changes: Sequence[str] = ()) -> RunConfig:
+    """Return the configuration in the folder of a run, with changes of it. Raises `ConfigError`."""
+    return load_config(root / RUN_FILE, changes, with_tasks=False)

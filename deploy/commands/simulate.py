@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import penstock
-from penstock.deploy.commands.shared import AsJson, Overrides, RunsDir, folder_of_run, user_errors
+from penstock.deploy.commands.shared import RUNS, AsJson, Overrides, RunsDir, folder_of_run, user_errors
 
 if TYPE_CHECKING:
     from penstock.simulator import Prediction, Simulation
@@ -32,7 +32,7 @@ def simulate(
         str | None,
         typer.Option("--from", help="A run, in place of a setup: its lengths, times and rates, as measured."),
     ] = None,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: RunsDir = RUNS,
     sweep: Annotated[str | None, typer.Option(help="key=a,b,c: one run for each value, as a table.")] = None,
     as_json: AsJson = False,
 ) -> None:

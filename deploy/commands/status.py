@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.deploy.commands.shared import AsJson, RunsDir, refuse
+from penstock.deploy.commands.shared import RUNS, AsJson, RunsDir, refuse
 
 EVERY_S = 1.0
 
@@ -21,7 +21,7 @@ def status(
     run: Annotated[
         str | None, typer.Argument(help="Name of a run, or its folder [PENSTOCK_RUN].", metavar="RUN")
     ] = None,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: RunsDir = RUNS,
     *,
     as_json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until the run ends or Ctrl-C.")] = False,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.deploy.commands.shared import RunName, RunsDir, folder_of_run, user_errors
+from penstock.deploy.commands.shared import RUNS, RunName, RunsDir, folder_of_run, user_errors
 
 if TYPE_CHECKING:
     from penstock.deploy.telemetry.trace import StepRange
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def trace(
     run: RunName,
     out: Annotated[Path, typer.Option(help="File to write.")] = Path("trace.json"),
-    steps: Annotated[str, typer.Option(metavar="A:B", help="StepRange A to B-1; either may be left out.")] = ":",
-    runs_dir: RunsDir = Path("runs"),
+    steps: Annotated[str, typer.Option(metavar="A:B", help="Steps A to B-1; either may be left out.")] = ":",
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Write a trace of every role of a run, for https://ui.perfetto.dev or chrome://tracing.
 

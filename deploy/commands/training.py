@@ -15,6 +15,7 @@ from typing import Annotated, Never
 import typer
 
 from penstock.deploy.commands.shared import (
+    RUNS,
     Overrides,
     Recipe,
     RunName,
@@ -143,7 +144,7 @@ def export(
     run: RunName,
     folder: Annotated[Path, typer.Argument(help="The Hugging Face folder to be made.")],
     step: Annotated[int | None, typer.Option(help="Of which step; the newest checkpoint without it.")] = None,
-    runs_dir: RunsDir = Path("runs"),
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face folder, in one process, whatever number of ranks saved them.
 
