@@ -203,10 +203,7 @@ def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool
     for override in overrides:
         _apply_override(tree, override)
     _resolve_paths(tree, folders[::-1])
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(SCHEMA.complaints(error, str(recipe), overrides=overrides)) from None
+    return parse_config(tree, str(recipe), overrides)
 
 
 def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxConfig:
@@ -225,12 +222,12 @@ def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxC
         raise ConfigError(SCHEMA.complaints(error, str(recipe or "overrides"), "sandbox")) from None
 
 
-def parse_config(tree: Mapping[str, Any], source: str) -> RunConfig:
-    """Check a plain tree. Raises `ConfigError` with one line per problem."""
+def parse_config(tree: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Check a plain tree, which `overrides` are in. Raises `ConfigError` with one line per problem."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(SCHEMA.complaints(error, source)) from None
+        raise ConfigError(SCHEMA.complaints(error, source, overrides=overrides)) from None
 
 
 def dump_config(config: RunConfig, run: Path | None = None) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from statistics import median
 
 from penstock.common import last_by, read_jsonl
@@ -105,13 +105,8 @@ def _fall_at(step: int, steps: Sequence[int], values: Mapping[int, float], below
     # The median, since a broken reward may be a million in one step.
     usual = median(values[one] for one in before if values[one] >= below)
     healthy = max(one for one in before if values[one] >= (usual + below) / 2)
-    low = []
-    for one in steps:
-        if one >= step:
-            if values[one] >= below:
-                break
-            low.append(one)
-    return Fall(low, healthy)
+    low = takewhile(lambda one: values[one] < below, (one for one in steps if one >= step))
+    return Fall(list(low), healthy)
 
 
 def stretches_of(run: RunDir, archive: Archive, fall: Fall) -> Iterator[Stretch]:

@@ -44,7 +44,7 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1.0 - math.prod(1.0 - k / i for i in range(samples - right + 1, samples + 1))
 
 
-def estimate(values: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0) -> Estimate:
+def estimate(values: Sequence[float]) -> Estimate:
     """Estimate the mean of one value per task; the same values give the same interval. Raises `ValueError` without
     values.
     """
@@ -53,23 +53,23 @@ def estimate(values: Sequence[float], *, confidence: float = CONFIDENCE, seed: i
     tasks = np.asarray(values, dtype=np.float64)  # [T]
     mean = float(tasks.mean())
     if np.ptp(tasks) > 0:
-        dice, means = np.random.default_rng(seed), list[NDArray[np.float64]]()
+        dice, means = np.random.default_rng(0), list[NDArray[np.float64]]()
         at_once = max(1, (1 << 22) // len(tasks))  # bounds the memory of resampling: numbers held at a time
         for start in range(0, RESAMPLES, at_once):
             count = min(at_once, RESAMPLES - start)
             means.append(tasks[dice.integers(0, len(tasks), (count, len(tasks)))].mean(axis=1))
-        tail = (1 - confidence) / 2
+        tail = (1 - CONFIDENCE) / 2
         low, high = map(float, np.quantile(np.concatenate(means), [tail, 1 - tail]))
     elif tasks[0] in (0.0, 1.0):
-        low, high = wilson(mean, len(tasks), confidence)
+        low, high = wilson(mean, len(tasks))
     else:
         low = high = mean
     return Estimate(mean, low, high)
 
 
-def wilson(share: float, trials: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
+def wilson(share: float, trials: int) -> tuple[float, float]:
     """Return the interval of a share of successes among independent trials."""
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     spread = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     middle, whole = share + z * z / (2 * trials), 1 + z * z / trials
     return max(0.0, (middle - spread) / whole), min(1.0, (middle + spread) / whole)

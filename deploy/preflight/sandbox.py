@@ -64,8 +64,6 @@ def needs_boxes(config: RunConfig) -> bool:
 def check_sandbox(config: RunConfig) -> Check | None:
     if not needs_boxes(config):
         return None
-    from penstock.sandbox import SandboxError
-
     try:
         asyncio.run(_try(config))
     except SandboxError as error:

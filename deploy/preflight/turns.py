@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.preflight.check import Check, human
+from penstock.deploy.preflight.check import Check, human, skipped
 from penstock.deploy.preflight.machine import trainer_nodes
 from penstock.deploy.preflight.memory import cached_tokens, server_bytes
 from penstock.deploy.preflight.model_shape import find_shape
@@ -113,7 +113,7 @@ def _check_budget(config: RunConfig) -> Check:
     else:
         why = f"the sizes of {config.model} are not known before its files are here"
     if sides is None:
-        return Check("memory in turns", True, why, skipped=True)
+        return skipped("memory in turns", why)
     budget = config.placement.memory_budget_bytes
     detail = ", ".join(f"{side} {human(size)} in their turn" for side, size in sides.items())
     apart = f"at once they would need {human(sum(sides.values()))}"

@@ -273,9 +273,6 @@ RESTARTS, RESTARTS_WITHIN_S = 60, 600.0
 """Deaths that are outlived: more in that time, and what kills it does so whenever it has started."""
 
 
-_START_BACKOFF = Backoff(0.5, 10.0)
-
-
 async def keep_alive(server: RedisServer) -> None:
     """Redis killed from outside comes back with its append-only file; clients retry meanwhile.
 
@@ -293,7 +290,7 @@ async def keep_alive(server: RedisServer) -> None:
 
 
 async def _start_again(server: RedisServer) -> None:
-    pauses = _START_BACKOFF.pauses()
+    pauses = Backoff(0.5, 10.0).pauses()
     while True:
         try:
             await server.restart()

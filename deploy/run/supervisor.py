@@ -272,7 +272,7 @@ class Watchdog:
             return
         if self._used_s is None:
             now = await asyncio.to_thread(ProcessTable.now)
-            self._used_s = {pid: now.cpu_s(pid) for pid in self._pids().values()}
+            self._used_s = {pid: now.cpu_s(pid) for pid in self._pids()}
         quiet_s = time.monotonic() - self._quiet_since
         if quiet_s <= self._config.stall_timeout_s:
             return
@@ -281,7 +281,7 @@ class Watchdog:
         snapshot = Snapshot(status, servers, roles, config.groups_per_step, config.max_staleness, config.trainer.steps)
         stalled = StalledRun(quiet_s, diagnose_stall(snapshot), self._who_waits(snapshot))
         self._say(f"no progress for {quiet_s:.0f} s: the run is stopped")  # who catches the error prints the rest
-        pids = await asyncio.to_thread(ask_for_stacks, list(self._pids().values()))
+        pids = await asyncio.to_thread(ask_for_stacks, self._pids())
         if pids:
             self._say(f"  stacks of {len(pids)} local processes are at the end of logs/NAME.log")
             await asyncio.sleep(2.0)  # time for a role to write its stacks before it may be stopped
@@ -320,15 +320,13 @@ class Watchdog:
         before, self._fingerprint = self._fingerprint, counts
         return counts != before
 
-    def _pids(self) -> dict[str, int]:
+    def _pids(self) -> list[int]:
         """Return process ids of the roles that run on this machine."""
-        pids = ((process.spec.name, process.pid) for process in self._processes)
-        return {name: pid for name, pid in pids if pid is not None}
+        return [pid for process in self._processes if (pid := process.pid) is not None]
 
     def _local(self, process: SupervisedRole, now: ProcessTable) -> LocalRole:
         name, running = process.spec.name, not process.state.startswith("not running")
-        pid = self._pids().get(name)
-        if pid is None:
+        if (pid := process.pid) is None:
             return LocalRole(name, running=running, restarts=process.restarts)
         used_s = max(0.0, now.cpu_s(pid) - (self._used_s or {}).get(pid, 0.0))
         return LocalRole(

@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from penstock.common import write_atomically
 from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.run.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, redis_login
 from penstock.transfer_queue import QueueError
@@ -45,17 +46,8 @@ def write_secrets(folder: Path, config: RunConfig) -> None:
         _write(folder / f"{role}.env", {USER_VARIABLE: user, PASSWORD_VARIABLE: password, TOKEN_VARIABLE: token})
     _write(folder / f"{SANDBOX}.env", {TOKEN_VARIABLE: token})
     passwords = {role: password for role, (user, password) in logins.items() if user == role}
-    write_private(folder / USERS_FILE, "".join(f"{line}\n" for line in role_users(config.name, passwords)))
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner reads, from the first byte on; other processes see the old file or the whole new
-    one.
-    """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    fresh.replace(path)
+    users = "".join(f"{line}\n" for line in role_users(config.name, passwords))
+    write_atomically(folder / USERS_FILE, users, mode=0o600)
 
 
 def _has_users() -> bool:
@@ -71,7 +63,8 @@ def _has_users() -> bool:
 
 
 def _write(path: Path, values: Mapping[str, str]) -> None:
-    write_private(path, "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items()))
+    lines = "".join(f"{name}={shlex.quote(value)}\n" for name, value in values.items())
+    write_atomically(path, lines, mode=0o600)
 
 
 SBATCH_TIMEOUT_S = 60.0
@@ -79,7 +72,7 @@ SBATCH_TIMEOUT_S = 60.0
 
 def submit(script: str, path: Path) -> str:
     """Write `script` to `path` and submit it; the job's id. Raises `ConfigError` with what sbatch says."""
-    write_private(path, script)
+    write_atomically(path, script, mode=0o600)
     secrets = (USER_VARIABLE, PASSWORD_VARIABLE, TOKEN_VARIABLE)
     environment = {name: value for name, value in os.environ.items() if name not in secrets}
     try:
