@@ -19,14 +19,12 @@ from typing import Any
 from rich.console import Console
 
 from penstock.common import FileLock, NotPrivate, frozen_start, keep_logs_bounded, listen, write_atomically
-from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
+from penstock.deploy.config import ConfigError, RunConfig, load_config
 from penstock.deploy.preflight.service import KEYS_VARIABLE
 from penstock.deploy.preflight.suite import refuse_doomed, service_checks
-from penstock.deploy.run.connection import RedisLost, RunConnection, connect_file, limits_of
+from penstock.deploy.run.connection import RedisLost, RunConnection
 from penstock.deploy.run.console import HeadConsole
-from penstock.deploy.run.head_lease import run_headed
-from penstock.deploy.run.identity import identity_of
-from penstock.deploy.run.launcher import Interrupted, open_queue, open_weights, until_interrupted
+from penstock.deploy.run.launcher import Interrupted, open_run, until_interrupted
 from penstock.deploy.run.plan import rollout_role, service_roles
 from penstock.deploy.run.processes import RoleFailed
 from penstock.deploy.run.roles import context_of, fatal, sole_trainer, watched
@@ -68,27 +66,23 @@ async def _serve(config: RunConfig, console: Console, *, host: str, port: int, m
             key_file.parent.mkdir(exist_ok=True)
             write_atomically(key_file, f"tml-{secrets.token_urlsafe(32)}\n", mode=0o600)
         free.close()
-        async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
-            await queue.create_run(limits_of(config), dump_config(config), identity_of(config, run))
-            run.write_config(config)
-            with connect_file(link, run):
-                async with open_weights(config, link.token), placement.open(config, run):
-                    words = ("--host", host, "--port", str(port), "--model-name", model_name)
-                    supervisor = Supervisor(
-                        lambda role: placement.place(role, run), lambda _, number: rollout_role(config, link, number)
-                    )
-                    for role in service_roles(config, link, words, model_name):
-                        supervisor.add(role)
-                    _say(console, run, f"http://{host}:{port}", model_name, key_file)
-                    counts = RequestCounts()
-                    say = partial(console.print, markup=False, soft_wrap=True)
-                    work = [counts.follow(queue.requests, say), keep_logs_bounded(run.logs)]
+        async with open_run(config, run) as (link, queue, keepers), placement.open(config, run):
+            words = ("--host", host, "--port", str(port), "--model-name", model_name)
+            supervisor = Supervisor(
+                lambda role: placement.place(role, run), lambda _, number: rollout_role(config, link, number)
+            )
+            for role in service_roles(config, link, words, model_name):
+                supervisor.add(role)
+            _say(console, run, f"http://{host}:{port}", model_name, key_file)
+            counts = RequestCounts()
+            say = partial(console.print, markup=False, soft_wrap=True)
+            work = [counts.follow(queue.requests, say), keep_logs_bounded(run.logs)]
 
-                    def states() -> list[RoleState]:
-                        return [RoleState(one.spec.name, one.state, one.restarts) for one in supervisor.members]
+            def states() -> list[RoleState]:
+                return [RoleState(one.spec.name, one.state, one.restarts) for one in supervisor.members]
 
-                    async with head_served(config, run, link.token, queue, states, further=[counts]):
-                        await _until_over(supervisor, work, [*keepers, keeping])
+            async with head_served(config, run, link.token, queue, states, further=[counts]):
+                await _until_over(supervisor, work, keepers)
 
 
 def _say(console: Console, run: RunDir, url: str, model_name: str, key_file: Path | None) -> None:

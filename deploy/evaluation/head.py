@@ -28,16 +28,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.agent_loops.chat import load_tokenizer
 from penstock.common import FileLock, write_atomically
 from penstock.dashboard import flat
-from penstock.deploy.config import ConfigError, RunConfig, dump_config
+from penstock.deploy.config import ConfigError, RunConfig
 from penstock.deploy.evaluation.episodes import EpisodeResult, Part, ResultsFile, parts_of, result_of, task_of
 from penstock.deploy.evaluation.report import table_of, write_report
 from penstock.deploy.evaluation.target import EvalPlan, EvalRequest, export_model, resolve_target
 from penstock.deploy.preflight.suite import evaluation_checks, refuse_doomed
-from penstock.deploy.run.connection import RedisLost, RunConnection, connect_file, limits_of
+from penstock.deploy.run.connection import RedisLost, RunConnection
 from penstock.deploy.run.console import HeadConsole
-from penstock.deploy.run.head_lease import run_headed
-from penstock.deploy.run.identity import identity_of
-from penstock.deploy.run.launcher import Interrupted, open_queue, open_weights, until_interrupted
+from penstock.deploy.run.launcher import Interrupted, open_run, until_interrupted
 from penstock.deploy.run.plan import agent_role, rollout_role
 from penstock.deploy.run.processes import RoleFailed
 from penstock.deploy.run.supervisor import LocalPlacement, StalledRun, Supervisor, Watchdog
@@ -118,20 +116,16 @@ def _check_settings(plan: EvalPlan) -> None:
 
 async def _run(plan: EvalPlan, file: ResultsFile, console: Console) -> None:
     config, run, placement = plan.config, plan.run, LocalPlacement()
-    async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
-        await queue.create_run(limits_of(config), dump_config(config), identity_of(config, run))
-        run.write_config(config)
-        with connect_file(link, run):
-            # As the placement reads it: no GPU is the trainer's.
-            without_trainer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 0})})
-            async with open_weights(config, link.token), placement.open(without_trainer, run):
+    # As the placement reads it: no GPU is the trainer's.
+    without_trainer = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ranks": 0})})
+    async with open_run(config, run) as (link, queue, keepers), placement.open(without_trainer, run):
 
-                def no_more(kind: str, number: int) -> Any:
-                    raise ConfigError(f"an evaluation has the {kind} roles that it began with")
+        def no_more(kind: str, number: int) -> Any:
+            raise ConfigError(f"an evaluation has the {kind} roles that it began with")
 
-                supervisor = Supervisor(lambda role: placement.place(role, run), no_more)
-                collector = Collector(plan, file, queue, console)
-                await _supervise(config, link, queue, supervisor, collector, [*keepers, keeping])
+        supervisor = Supervisor(lambda role: placement.place(role, run), no_more)
+        collector = Collector(plan, file, queue, console)
+        await _supervise(config, link, queue, supervisor, collector, keepers)
 
 
 async def _supervise(  # noqa: PLR0917 - called in one place

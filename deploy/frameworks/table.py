@@ -81,7 +81,7 @@ def verl_hint(key: str, value: Any) -> str:
     `value` of a section has the keys below `key`.
     """
     table = verl_table()
-    rows = {one: name for one in _below(key, value) if (name := table.find(one)) is not None}
+    rows = {one: name for one, _ in leaves_of(value, key) if (name := table.find(one)) is not None}
     known = {one: name for one, name in rows.items() if name.kind == "copy" or table.knows(one)}
     if not known:
         return ""
@@ -91,9 +91,10 @@ def verl_hint(key: str, value: Any) -> str:
     return "; a setting of verl: `penstock config from-verl` converts it, or names what to do instead"
 
 
-def _below(key: str, value: Any) -> Iterator[str]:
+def leaves_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of what is below `key`, or of `key` itself if `value` is not a section."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _below(f"{key}.{name}", inner)
+            yield from leaves_of(inner, f"{key}.{name}" if key else str(name))
     else:
-        yield key
+        yield key, value

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from penstock.deploy.frameworks.table import leaves_of
 from penstock.deploy.migrate.script import CONFIG_NAME, CONFIG_PATH, SETTING, ShellScript
 from penstock.deploy.migrate.settings import ONE_STEP_OFF, PROGRAM
 
@@ -64,7 +65,7 @@ def read_source(source: Path | None, overrides: Sequence[str]) -> GivenSettings:
         match = SETTING.fullmatch(override)
         if match is None:
             raise BadSource(f"override {override!r}: write it as a.b=value")
-        flat.update(_leaves(_value(match.group(2)), match.group(1)))
+        flat.update(leaves_of(_value(match.group(2)), match.group(1)))
     return GivenSettings({key: _resolved(value, flat) for key, value in flat.items()}, read.notes)
 
 
@@ -80,7 +81,7 @@ def _of_yaml(text: str, path: Path) -> dict[str, Any]:
     for name in tree.pop("defaults", None) or ():  # hydra's list of the files that this one is laid over
         if isinstance(name, str) and name != "_self_":
             below |= _of_config([path.parent / f"{name}.yaml"], name) or {}
-    return below | dict(_leaves(tree))
+    return below | dict(leaves_of(tree))
 
 
 def _of_config(files: Sequence[Path], name: str) -> dict[str, Any] | None:
@@ -116,7 +117,7 @@ def _of_script(text: str, path: Path) -> GivenSettings:
     if script.program.rpartition(".")[2] not in PROGRAMS or ONE_STEP_OFF in script.program:
         settings[PROGRAM] = script.program
     for key, value in texts.items():
-        settings.update(_leaves(_value(value), key))
+        settings.update(leaves_of(_value(value), key))
     values = ", ".join(f"{key}={value}" for key, value in script.uncertain.items())
     note = (
         f"from branches of {path.name} that may not run when you start it: {values} (check them, and append each "
@@ -126,14 +127,6 @@ def _of_script(text: str, path: Path) -> GivenSettings:
 
 
 # values ---------------------------------------------------------------------------------------------------------------
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value
-
-
 def _value(text: str) -> Any:
     """Return the value as hydra reads it: YAML, and ``1e-6`` is a number."""
     try:

@@ -167,6 +167,22 @@ async def open_weights(config: RunConfig, token: str) -> AsyncIterator[None]:
         yield
 
 
+@contextlib.asynccontextmanager
+async def open_run(
+    config: RunConfig, run: RunDir
+) -> AsyncIterator[tuple[RunConnection, RedisTransferQueue, list[asyncio.Task[None]]]]:
+    """The run of this name, which is new or continues, with its queue, connect.env and folder of weights.
+
+    The tasks end if this head has lost the run, or its redis-server.
+    """
+    async with open_queue(config, run) as (link, queue, keepers), run_headed(queue) as keeping:
+        await queue.create_run(limits_of(config), dump_config(config), identity_of(config, run))
+        run.write_config(config)
+        with connect_file(link, run):
+            async with open_weights(config, link.token):
+                yield link, queue, [*keepers, keeping]
+
+
 async def _run_roles(
     config: RunConfig,
     run: RunDir,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -181,9 +180,7 @@ class Reporter:
             self._rows.append({name: row[name] for name in facts if name in row})
 
     def _say(self, line: str) -> None:
-        console = self._bar.console if self._bar is not None else self._console
-        console.print(line, markup=False, soft_wrap=True)
-        sys.stderr.flush()
+        self._console.print(line, markup=False, soft_wrap=True)
 
 
 def _figures(row: Mapping[str, Any]) -> str:

@@ -252,8 +252,7 @@ class SftReporter:
         self._reported = line["step"]
 
     def _say(self, text: str) -> None:
-        console = self._bar.console if self._bar is not None else self._console
-        console.print(text, markup=False, soft_wrap=True)
+        self._console.print(text, markup=False, soft_wrap=True)
 
 
 def write_sft_summary(config: RunConfig, run: RunDir, prepared: PreparedData, total: LivesTotal) -> Path:

@@ -119,7 +119,7 @@ class RayMember:
 
     async def _until_ended(self) -> str | None:
         """The order is never given again by Ray itself: a new life is to be counted. Raises `RoleFailed`."""
-        ended = asyncio.ensure_future(_answer(self._actor.run.options(max_task_retries=0).remote(self._order)))
+        ended = asyncio.ensure_future(self._actor.run.options(max_task_retries=0).remote(self._order))
         try:
             while not ended.done():
                 await asyncio.wait({ended}, timeout=LOOK_S)
@@ -194,10 +194,6 @@ def _make_actor(spec: RoleSpec, bundle: Bundle, group: Any) -> ActorHandle:
     return actor
 
 
-async def _answer(reference: Any) -> Any:
-    return await reference
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).partition("\n")[0]
 
@@ -235,7 +231,8 @@ class RayPlacement:
 
     def place(self, role: Role, run: RunDir) -> RayMember:
         """Reserves at once; the member's `run` waits until there is room."""
-        config = self._opened()
+        config = self._config
+        assert config is not None, "the placement is not open"
         inherited = {name: os.environ[name] for name in config.ray.env if name in os.environ}
         bundle = bundle_of(role.kind, config, gpus=self._gpus)
         role = dataclasses.replace(role, env={**inherited, **role.env, **environment_of(role.kind, bundle)})
@@ -247,11 +244,6 @@ class RayPlacement:
 
     def helpers(self, supervisor: Supervisor) -> Sequence[Coroutine[Any, Any, None]]:
         return (registry.serve(self._registry, supervisor),)
-
-    def _opened(self) -> RunConfig:
-        if self._config is None:
-            raise RuntimeError("place: the placement is not open")
-        return self._config
 
 
 async def _clean_node(node_id: str, config: RunConfig) -> None:

@@ -8,7 +8,7 @@ nodes T …             rollout servers and agent workers in turn, a sandbox ser
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from penstock.common import is_loopback
@@ -56,23 +56,23 @@ def place(
     gpus_per_server: int | None = None,
 ) -> JobLayout:
     """Spread the recipe's servers and workers evenly. Raises `ConfigError` if they do not fit."""
+    trainer_nodes = trainer_nodes or (math.ceil(config.trainer.ranks / gpus_per_node) if gpus_per_node else 1)
+    if trainer_nodes > nodes:
+        raise ConfigError(f"--nodes {nodes}: the trainer alone takes {trainer_nodes}; see --trainer-nodes")
+    try:
+        check_nodes(config.trainer, trainer_nodes)
+    except BadJob as error:
+        raise ConfigError(str(error)) from error
     layout = JobLayout(
         nodes=nodes,
-        trainer_nodes=trainer_nodes or (math.ceil(config.trainer.ranks / gpus_per_node) if gpus_per_node else 1),
-        ranks_per_node=0,
+        trainer_nodes=trainer_nodes,
+        ranks_per_node=config.trainer.ranks // trainer_nodes,
         servers=config.rollout.servers,
         evaluation_server=config.rollout.evaluation_server,
         workers=config.agent.workers,
         gpus_per_node=gpus_per_node,
         gpus_per_server=(gpus_per_server or server_gpus(config.rollout)) if gpus_per_node else 0,
     )
-    if layout.trainer_nodes > nodes:
-        raise ConfigError(f"--nodes {nodes}: the trainer alone takes {layout.trainer_nodes}; see --trainer-nodes")
-    try:
-        check_nodes(config.trainer, layout.trainer_nodes)
-    except BadJob as error:
-        raise ConfigError(str(error)) from error
-    layout = replace(layout, ranks_per_node=config.trainer.ranks // layout.trainer_nodes)
     _check_machines(config, layout)
     _check_gpus(layout)
     return layout

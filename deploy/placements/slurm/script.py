@@ -75,9 +75,6 @@ class SlurmRecipe:
     overrides: Sequence[str]
     config: RunConfig
 
-    def sandbox_overrides(self) -> list[str]:
-        return [override for override in self.overrides if override.startswith("sandbox.")]
-
 
 def run_script(recipe: SlurmRecipe, job: SlurmJob, at: JobLayout, *, sandbox: bool, max_requeues: int) -> str:
     """Return the batch script of a whole run. Raises `ConfigError`."""
@@ -113,7 +110,7 @@ def run_script(recipe: SlurmRecipe, job: SlurmJob, at: JobLayout, *, sandbox: bo
         "recipe": str(recipe.path.resolve()),
         "overrides": shlex.join([*recipe.overrides, *head_overrides(config)]),
         "sandbox": sandbox,
-        "sandbox_overrides": "".join(f" {shlex.quote(one)}" for one in recipe.sandbox_overrides()),
+        "sandbox_overrides": "".join(f" {shlex.quote(o)}" for o in recipe.overrides if o.startswith("sandbox.")),
         "max_requeues": max_requeues,
         "signal_s": signal_s,
         "linger_s": math.ceil(trainer_stop_s(with_stop_grace(config).trainer)),
