@@ -9,7 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.agent_loops import AgentLoopBase, load_object
+from penstock.agent_loops import (
+    AgentError,
+    AgentLoopBase,
+    InfraFailure,
+    LoadError,
+    TemplateError,
+    find_loop,
+    load_object,
+)
 from penstock.common.event_loop import run_users_code
 from penstock.datasets import BadSpec, is_generated
 from penstock.deploy.config import RunConfig
@@ -17,6 +25,7 @@ from penstock.deploy.preflight.check import Check, refused, skipped
 from penstock.deploy.preflight.data import data_sources, first_rows
 from penstock.deploy.preflight.model import positions_of
 from penstock.deploy.preflight.sandbox import open_sandbox, tools_need_boxes
+from penstock.sandbox import SandboxError
 from penstock.tools import BaseTool, ToolConfig, ToolConfigError, close_tools, make_tools
 
 if TYPE_CHECKING:
@@ -43,9 +52,8 @@ def opened_tools(config: RunConfig) -> Iterator[Mapping[str, BaseTool]]:
 
 def check_template(config: RunConfig) -> Check | None:
     """Check that the tools load, and that the model's chat template appends the turns that use them exactly."""
-    from penstock.agent_loops import AgentError, LoadError, verify_sources
+    from penstock.agent_loops import verify_sources
     from penstock.agent_loops.chat import chat_of
-    from penstock.sandbox import SandboxError
 
     name = "chat template"
     try:
@@ -73,8 +81,6 @@ def check_template(config: RunConfig) -> Check | None:
 
 def check_loop(config: RunConfig) -> Check | None:
     """Check that the loops load, that one calls the recipe's tools, and that all fork if they must."""
-    from penstock.agent_loops import LoadError, find_loop
-
     if not config.agent.workers:
         return None  # episodes are leased by somebody else
     name, of_rows = "agent.loop", _named_by_rows(config)
@@ -96,8 +102,6 @@ def check_loop(config: RunConfig) -> Check | None:
 
 def _unfit_loop(config: RunConfig, loops: Mapping[str, type[AgentLoopBase]]) -> Check | None:
     """The check that fails because a loop cannot do what the recipe asks of it; None if all can."""
-    from penstock.agent_loops import LoadError
-
     try:
         for agent in config.agent.of_sources():
             loops[agent.loop].check_settings(agent.settings)
@@ -132,7 +136,6 @@ ANSWER = "penstock doctor asks whether this can be scored"
 
 def check_reward(config: RunConfig) -> Check | None:
     """Check that the reward loads, a user's function too, and that every row has one under by_data_source."""
-    from penstock.agent_loops import LoadError
     from penstock.agent_loops.rewards import check_reward
 
     if not config.agent.workers:
@@ -161,7 +164,6 @@ GIVEN = ("", "program_file")
 
 def check_score(config: RunConfig) -> Check | None:
     """The first row of the data is scored, by a reward server or judge for real."""
-    from penstock.agent_loops import InfraFailure, LoadError
     from penstock.trainer import DataError
 
     if config.agent.reward in GIVEN:
@@ -206,7 +208,6 @@ async def _score(config: RunConfig, row: DatasetRow) -> float:
 async def reward_sandbox(config: RunConfig) -> AsyncIterator[Sandbox | None]:
     """The run's, where its rewards may need one and one can be made; `check_sandbox` says if it cannot."""
     from penstock.agent_loops.rewards import may_need_sandbox
-    from penstock.sandbox import SandboxError
 
     sandbox: Sandbox | None = None
     if may_need_sandbox(config.agent):
@@ -237,7 +238,6 @@ def check_search(config: RunConfig) -> list[Check]:
 
 
 async def _ask(entry: ToolConfig) -> Check | None:
-    from penstock.agent_loops import LoadError
     from penstock.tools import TOKEN_VARIABLE, ToolInfraError
 
     try:
@@ -257,8 +257,6 @@ async def _ask(entry: ToolConfig) -> Check | None:
 
 
 def check_lengths(config: RunConfig) -> Check:
-    from penstock.agent_loops import LoadError
-
     name = "rollout.max_model_len"
     try:
         longest = _longest_response(config)
@@ -287,8 +285,6 @@ def _positions(config: RunConfig) -> int:
 
 def _longest_response(config: RunConfig) -> int:
     """Returns the longest response of any data source, in tokens. Raises `LoadError` if a loop refuses its settings."""
-    from penstock.agent_loops import LoadError, find_loop
-
     lengths = []
     for agent in config.agent.of_sources():
         try:
@@ -314,8 +310,6 @@ def _bound(config: RunConfig, longest: int) -> str:
 
 def check_prompts(config: RunConfig) -> Check | None:
     """Prompts as the workers will render them, tools included, against what is left of the context for them."""
-    from penstock.agent_loops import AgentError
-    from penstock.sandbox import SandboxError
     from penstock.trainer import BadMessages, DataError
 
     if not Path(config.model).is_dir():
@@ -346,7 +340,6 @@ def check_prompts(config: RunConfig) -> Check | None:
 
 def _lengths(config: RunConfig, prompts: Sequence[Sequence[Mapping[str, Any]]]) -> list[int]:
     """Raises `BadMessages` that names the row, if the chat template takes prompts and refuses that of the row."""
-    from penstock.agent_loops import TemplateError
     from penstock.agent_loops.chat import chat_of, new_budget
     from penstock.trainer import BadMessages
 

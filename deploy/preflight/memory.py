@@ -114,7 +114,6 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
     served = server_bytes(shape, config, cached_tokens(config))
     servers = rollout.servers + lent_servers(config)
     sleepers = servers if placement.colocated else lent_servers(config)
-    # Resident before any weights, with torch and transformers; and of an agent worker.
     # Share of a checkpoint that is copied to the host while it is written.
     copied = {False: 1, "optimizer": 1 / 3, True: 0}
     return {
@@ -129,5 +128,6 @@ def host_parts(config: RunConfig, shape: ModelShape) -> dict[str, float]:
         "offloaded KV": servers * rollout.kv_offload_gb * GB,
         "published weights": 0 if rollout.weight_transport == "disk" else published_bytes(shape.parameters, config),
         "in flight": 0 if config.transfer_queue.url else min(in_flight_bytes(config), config.transfer_queue.max_bytes),
+        # Resident before any weights, with torch and transformers; and of an agent worker.
         "processes": (servers + trainer.ranks) * (500 << 20) + config.agent.workers * (300 << 20),
     }

@@ -251,26 +251,17 @@ def check_training_job(config: RunConfig) -> Check | None:
     above = (check_correction(config), check_algorithm(config), check_training_engine(config))
     if not all(check is None or check.ok for check in above):
         return None
+    from penstock.deploy.run.roles import train_job
     from penstock.testing import MemoryTransferQueue
-    from penstock.trainer import TrainJob, check_job
+    from penstock.trainer import check_job
     from penstock.transfer_queue import RunContext
 
     # The checks use neither queue nor token.
     run = RunContext(
         MemoryTransferQueue(), config.model, "made when it starts", teacher_top_k=config.agent.teacher_top_k
     )
-    job = TrainJob(
-        run=run,
-        config=config.trainer,
-        limits=limits_of(config),
-        run_dir=Path(),
-        weights_dir=Path(),
-        data=config.data,
-        rollout=config.rollout,
-        temperature=config.agent.temperature,
-    )
     try:
-        check_job(job)
+        check_job(train_job(run, config, Path()))
     except ValueError as error:
         return Check("trainer settings", False, str(error), "correct the setting that it names")
     return Check("trainer settings", True, f"{config.trainer.steps} steps of {config.groups_per_step} groups")
