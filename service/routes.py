@@ -10,10 +10,13 @@ process refuses what it can see without a model; what the model or another check
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,11 +44,10 @@ from penstock.service.calls import (
     SessionRecord,
     checkpoint_folder,
 )
-from penstock.service.futures import Futures
 from penstock.service.messages import PROTOBUF, BadMessage, ForwardCall, read_forward
 from penstock.service.metrics import ApiMetrics
 from penstock.trainer.service import LOSSES
-from penstock.transfer_queue import ClientRequest, RequestLog
+from penstock.transfer_queue import ClientRequest, QueueUnavailable, RequestLog
 
 T = TypeVar("T", bound=Owned)
 HOLD_S = 30.0
@@ -53,6 +55,46 @@ HOLD_S = 30.0
 MOST_WAITING, MOST_OF_KEY = 512, 4096
 """Requests without a result: of one model or sampling session, and of one key."""
 RETRY_S = 2.0
+POLL_S = 0.02
+logger = logging.getLogger(__name__)
+
+
+class Futures:
+    """Waiting for results: one look at Redis for all requests that are waited for. `run` in a task of its own."""
+
+    def __init__(self, requests: RequestLog) -> None:
+        self._requests = requests
+        self._awaited: Counter[str] = Counter()
+        self._looked = asyncio.Condition()
+        self._done: set[str] = set()
+
+    async def wait(self, request_id: str, timeout_s: float) -> None:
+        """Returns when the request has a result, or after `timeout_s`."""
+        self._awaited[request_id] += 1
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s), self._looked:
+                    await self._looked.wait_for(lambda: request_id in self._done)
+        finally:
+            self._awaited[request_id] -= 1
+            if not self._awaited[request_id]:
+                del self._awaited[request_id]
+                self._done.discard(request_id)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            if not self._awaited:
+                continue
+            try:
+                done = await self._requests.done(list(self._awaited))
+            except QueueUnavailable as error:
+                logger.warning("results are waited for: %s", error)
+                continue
+            if done:
+                async with self._looked:
+                    self._done |= done & self._awaited.keys()
+                    self._looked.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
