@@ -161,11 +161,8 @@ def _ask(
     """Connects to the run's queue and asks one question; user errors are one message."""
 
     async def ask() -> Answer:
-        queue = await _connection(run).connect(settings or INTERACTIVE)
-        try:
+        async with _connection(run).connected(settings or INTERACTIVE) as queue:
             return await question(queue)
-        finally:
-            await queue.close()
 
     with user_errors(QueueError):
         try:

@@ -41,13 +41,12 @@ def quickstart(overrides: Overrides = None) -> None:
         from penstock.deploy.config import load_config
         from penstock.deploy.preflight.network import check_redis
         from penstock.deploy.preflight.sandbox import check_sandbox
+        from penstock.deploy.preflight.suite import refuse_doomed
 
         if missing := [name for name in ("torch", "accelerate", "safetensors") if find_spec(name) is None]:
             raise ConfigError(f"{', '.join(missing)}: not installed\n  fix: pip install 'penstock[train,hf]'")
         config = load_config(recipe, settings)
-        failed = [one for one in (check_redis(config), check_sandbox(config)) if one is not None and not one.ok]
-        if failed:
-            raise ConfigError("\n".join(f"{one.name}: {one.found}\n  fix: {one.fix}" for one in failed))
+        refuse_doomed(check for check in (check_redis(config), check_sandbox(config)) if check is not None)
     status = run_recipe(recipe, settings, resume=False, dry_run=False)
     if status == 0:
         typer.echo("look at it: penstock dashboard    a project of your own: penstock init FOLDER", err=True)

@@ -60,11 +60,8 @@ def weight_updates(root: Path) -> list[dict[str, Any]]:
     from penstock.transfer_queue import QueueError
 
     async def of_queue(connect_env: str) -> list[dict[str, Any]]:
-        queue = await RunConnection.from_lines(connect_env).connect(INTERACTIVE)
-        try:
+        async with RunConnection.from_lines(connect_env).connected(INTERACTIVE) as queue:
             return [asdict(update) for update in await queue.updates()]
-        finally:
-            await queue.close()
 
     living = root / "connect.env"
     if living.exists():

@@ -47,7 +47,7 @@ def memory_bytes() -> int:
     """Return the memory of the machine, or of our cgroup if that is less."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cgroup_v1 = Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    limits = (_number(file) for file in (Path("/sys/fs/cgroup") / "memory.max", cgroup_v1))
+    limits = (_number(file) for file in (Path("/sys/fs/cgroup/memory.max"), cgroup_v1))
     return min([machine, *(limit for limit in limits if limit)])
 
 

@@ -34,11 +34,8 @@ UNREACHED = (httpx.HTTPError, httpx.InvalidURL, TimeoutError)
 
 async def config_of(link: RunConnection) -> RunConfig:
     """Return the configuration in the queue. Raises `QueueError`, soon."""
-    queue = await link.connect(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S))
-    try:
+    async with link.connected(TransferQueueConfig(deadline_s=ANSWER_DEADLINE_S)) as queue:
         text = await queue.config()
-    finally:
-        await queue.close()
     return parse_config(yaml.safe_load(text), source=f"the queue's run {link.run!r}")
 
 

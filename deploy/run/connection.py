@@ -125,12 +125,20 @@ class RunConnection:
         return "\n".join(lines) + "\n"
 
     async def connect(
-        self, settings: TransferQueueConfig | None = None, archive: Archive | None = None
+        self, settings: TransferQueueConfig = TransferQueueConfig(), archive: Archive | None = None
     ) -> RedisTransferQueue:
-        settings = settings or TransferQueueConfig()
         return await RedisTransferQueue.connect(
             self.url, run=self.run, config=settings, password=self.password, username=self.username, archive=archive
         )
+
+    @contextlib.asynccontextmanager
+    async def connected(self, settings: TransferQueueConfig) -> AsyncIterator[RedisTransferQueue]:
+        """The queue as long as the block is open. Raises `QueueError`."""
+        queue = await self.connect(settings)
+        try:
+            yield queue
+        finally:
+            await queue.close()
 
     async def join(self, *, with_archive: bool = False, wait_s: float = 0.0) -> tuple[RedisTransferQueue, RunConfig]:
         """The queue and the run's configuration, as `penstock run` stored it there. A trainer asks for the archive.
@@ -139,12 +147,10 @@ class RunConnection:
         Roles of `penstock run` wait for a Redis that restarts; those that a person starts report it soon.
         """
         deadline, text, logged = time.monotonic() + wait_s, None, False
-        settings = None if os.environ.get("PENSTOCK_SUPERVISED") else INTERACTIVE
+        settings = TransferQueueConfig() if os.environ.get("PENSTOCK_SUPERVISED") else INTERACTIVE
         while text is None:
             try:
-                async with contextlib.AsyncExitStack() as stack:
-                    queue = await self.connect(settings)
-                    stack.push_async_callback(queue.close)
+                async with self.connected(settings) as queue:
                     text = await queue.config()
             except (NoSuchRun, QueueUnavailable) as error:
                 if time.monotonic() >= deadline:
@@ -245,14 +251,20 @@ async def own_redis(
     server = RedisServer(
         run.redis, password, appendfsync=knobs.appendfsync, users=users, start_timeout_s=knobs.start_timeout_s
     )
-    await server.start()
-    keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
-    try:
+    async with kept_alive(server) as keeper:
         yield RunConnection(server.url, config.name, password, token, role_passwords=roles), keeper
-    finally:
-        keeper.cancel()
-        await asyncio.wait([keeper])
-        await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def kept_alive(server: RedisServer) -> AsyncIterator[asyncio.Task[None]]:
+    """Starts the server, and stops it at the end. The task is `keep_alive`."""
+    async with server:
+        keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
+        try:
+            yield keeper
+        finally:
+            keeper.cancel()
+            await asyncio.wait([keeper])
 
 
 LOOK_S = 0.2
@@ -310,25 +322,20 @@ async def serve(server: RedisServer, linger_while: Path | None, linger_s: float)
 
     Raises `QueueError` if redis-server does not come up, `RedisLost` if it does not come up again.
     """
-    await server.start()
-    logger.info("queue at %s:%d and loopback", server.host, server.port)
-    keeper = asyncio.create_task(keep_alive(server), name="redis keeper")
-    try:
-        await asyncio.shield(keeper)
-    except asyncio.CancelledError:
-        # A shared disk sends no change events, and may not answer.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(linger_s):
-                needed = linger_while.exists if linger_while is not None else bool
-                while not keeper.done() and await asyncio.to_thread(needed):  # noqa: ASYNC110
-                    await asyncio.sleep(LOOK_S)
-        if keeper.done():
-            keeper.result()  # raises: without redis-server there is nothing to linger for
-        raise
-    finally:
-        keeper.cancel()
-        await asyncio.wait([keeper])
-        await server.stop()
+    async with kept_alive(server) as keeper:
+        logger.info("queue at %s:%d and loopback", server.host, server.port)
+        try:
+            await asyncio.shield(keeper)
+        except asyncio.CancelledError:
+            # A shared disk sends no change events, and may not answer.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(linger_s):
+                    needed = linger_while.exists if linger_while is not None else bool
+                    while not keeper.done() and await asyncio.to_thread(needed):  # noqa: ASYNC110
+                        await asyncio.sleep(LOOK_S)
+            if keeper.done():
+                keeper.result()  # raises: without redis-server there is nothing to linger for
+            raise
 
 
 class FolderQueues:
