@@ -244,20 +244,16 @@ class EvalBar:
     def __init__(self, total: int, console: Console) -> None:
         self._total, self._console = total, console
         self._reported, self._line_at = -1, time.monotonic()
-        self._bar: Progress | None = None
-        if console.is_terminal:
-            columns = (TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=console)
-            self._bar.start()
-            self._task = self._bar.add_task("episodes", total=total)
+        columns = (TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._bar.start()
+        self._task = self._bar.add_task("episodes", total=total)
 
     def show(self, done: int) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done)
-        elif done != self._reported and time.monotonic() - self._line_at > LINE_S:
+        self._bar.update(self._task, completed=done)
+        if self._bar.disable and done != self._reported and time.monotonic() - self._line_at > LINE_S:
             self._console.print(f"  {done} of {self._total} episodes", markup=False)
             self._reported, self._line_at = done, time.monotonic()
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()

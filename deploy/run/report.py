@@ -66,18 +66,11 @@ class Reporter:
         self._accounts = CostAccounts(run.accounts)
         self.ends = EndReports(members, run.logs, in_turns=config.placement.in_turns)
         self.steps_done = 0
-        self._bar: Progress | None = None
-        if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("starting", total=config.trainer.steps)
+        counts, times = (BarColumn(), MofNCompleteColumn()), (TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}"), *counts, *times)
+        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._bar.start()
+        self._task = self._bar.add_task("starting", total=config.trainer.steps)
         self._say(f"run {config.name}: {describe(config)}")
         self._say(f"  folder: {run.root}")
         if summary:
@@ -127,8 +120,7 @@ class Reporter:
 
     def close(self) -> None:
         self._report(None)  # steps that the trainer ended while it was stopped
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
         self._run.roles.unlink(missing_ok=True)
 
     async def _ask(self) -> tuple[Status | None, list[ServerInfo]]:
@@ -148,17 +140,15 @@ class Reporter:
             if warning and not self._warned:  # once for each stretch of such steps
                 self._say(f"  {warning}")
             self._warned = bool(warning)
+        pipeline = "queue away"
         if status is not None:
             self._show_problems(status)
-        if self._bar is not None:
-            pipeline = "queue away"
-            if status is not None:
-                groups = Counter(status.groups)
-                pipeline = (
-                    f"v{status.version} | {groups['admitted']} groups in flight, {groups['ready']} ready, "
-                    f"{groups['shipped']} in training"
-                )
-            self._bar.update(self._task, completed=self.steps_done, description=pipeline)
+            groups = Counter(status.groups)
+            pipeline = (
+                f"v{status.version} | {groups['admitted']} groups in flight, {groups['ready']} ready, "
+                f"{groups['shipped']} in training"
+            )
+        self._bar.update(self._task, completed=self.steps_done, description=pipeline)
 
     def _show_problems(self, status: Status) -> None:
         """Each problem once, also before the first step."""

@@ -209,13 +209,11 @@ class SftReporter:
         self._steps = config.trainer.steps
         self._metrics, self._evaluations = JsonlTail(run.metrics), JsonlTail(run.evaluations)
         self._reported, self._line_at = -1, 0.0
-        self._bar: Progress | None = None
         self._console = console
-        if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=console)
-            self._bar.start()
-            self._task = self._bar.add_task("starting", total=self._steps)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        self._bar.start()
+        self._task = self._bar.add_task("starting", total=self._steps)
         self._say(
             f"{config.name}: {prepared.conversations} conversations, {prepared.tokens} tokens of which "
             f"{prepared.tokens_trained} are trained on, {self._steps} steps of {config.sft.batch}; "
@@ -232,8 +230,7 @@ class SftReporter:
 
     def close(self) -> None:
         self._look(last=True)
-        if self._bar is not None:
-            self._bar.stop()
+        self._bar.stop()
 
     def _look(self, *, last: bool = False) -> None:
         for line in self._evaluations.lines():
@@ -244,9 +241,8 @@ class SftReporter:
 
     def _show(self, line: Mapping[str, Any], *, last: bool) -> None:
         text = f"loss {line['loss']:.4f}  {line['tokens_per_s']:.0f} tokens/s"
-        if self._bar is not None:
-            self._bar.update(self._task, completed=line["step"] + 1, description=text)
-        elif last or asyncio.get_running_loop().time() - self._line_at > LINE_S:
+        self._bar.update(self._task, completed=line["step"] + 1, description=text)
+        if self._bar.disable and (last or asyncio.get_running_loop().time() - self._line_at > LINE_S):
             self._line_at = asyncio.get_running_loop().time()
             self._say(f"  step {line['step'] + 1:>4}/{self._steps}  {text}")
         self._reported = line["step"]
