@@ -32,7 +32,7 @@ from penstock.deploy.run.supervisor import LocalPlacement, Supervisor
 from penstock.deploy.run.weights_folder import weights_dir, weights_entered
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.telemetry.metrics import MetricsTarget, RequestCounts, RoleState, head_served
-from penstock.service import BadKeys, ServiceContext, ServiceJob, parse_keys, run_service, serve_api
+from penstock.service import ServiceContext, ServiceJob, parse_keys, run_service, serve_api
 from penstock.trainer import BadJob, NotSaved
 from penstock.transfer_queue import LogForgotten, QueueError, TrainerFenced
 
@@ -44,7 +44,7 @@ def serve_recipe(recipe: Path, overrides: list[str], *, host: str, port: int, mo
         config = load_config(recipe, overrides, with_tasks=False)
         refuse_doomed(service_checks(config, with_trials=False))
         asyncio.run(_serve(config, console, host=host, port=port, model_name=model_name or Path(config.model).name))
-    except (ConfigError, BadJob, BadKeys, OSError) as error:
+    except (ConfigError, BadJob, OSError) as error:
         return console.complain(str(error), 2)
     except (RoleFailed, RedisLost, QueueError) as error:
         return console.complain(f"{error}\nthe same command continues the service", 1)
@@ -59,10 +59,8 @@ async def _serve(config: RunConfig, console: Console, *, host: str, port: int, m
     with FileLock(run.root / "lock", "another service is running there", error=ConfigError), listen(host, port) as free:
         run.logs.mkdir(exist_ok=True)
         port = free.getsockname()[1]
-        key_file: Path | None = None
-        if KEYS_VARIABLE in os.environ:
-            parse_keys(os.environ[KEYS_VARIABLE])
-        elif not (key_file := run.root / "service" / "key").exists():
+        key_file = None if KEYS_VARIABLE in os.environ else run.root / "service" / "key"
+        if key_file and not key_file.exists():
             key_file.parent.mkdir(exist_ok=True)
             write_atomically(key_file, f"tml-{secrets.token_urlsafe(32)}\n", mode=0o600)
         free.close()

@@ -230,8 +230,8 @@ class CheckpointRecord(Owned):
     user_metadata: dict[str, str] | None = None
 
     @property
-    def path(self) -> str:
-        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+    def path(self) -> CheckpointPath:
+        return CheckpointPath(run_id=self.run_id, kind=self.kind, name=self.name)
 
 
 class CheckpointPath(BaseModel):

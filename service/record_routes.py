@@ -205,7 +205,7 @@ def _checkpoint_of(one: CheckpointRecord) -> dict[str, Any]:
         "checkpoint_id": f"{one.kind}/{one.name}",
         "checkpoint_type": CHECKPOINT_TYPES[one.kind],
         "time": _time(one.created),
-        "tinker_path": one.path,
+        "tinker_path": str(one.path),
         "size_bytes": one.bytes,
         "public": False,
         "user_metadata": one.user_metadata,

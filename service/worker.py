@@ -247,12 +247,12 @@ class RequestRunner:
 
     async def _load(self, request: ClientRequest, request_id: str) -> Outcome:
         call, model_id = LoadWeights.model_validate_json(request.body), _model_of(request)
-        path, saved = CheckpointPath.parse(call.path), await self._checkpoint(call.path, request.owner)
-        if path is None or saved is None:
+        saved = await self._checkpoint(call.path, request.owner)
+        if saved is None:
             raise BadRequestData(f"path {call.path[:200]}: there is no such checkpoint of this key")
         if saved.kind != "weights":
             raise BadRequestData(f"path {call.path}: of {saved.kind} only samplers are made; save_state has `weights`")
-        folder = checkpoint_folder(self._job.folder, path)
+        folder = checkpoint_folder(self._job.folder, saved.path)
         await self._in_torch(partial(self._models.load, with_optimizer=call.optimizer), model_id, folder)
         result = succeeded(path=call.path, model_id=model_id, type="load_weights")
         if call.session_id is None:
@@ -346,10 +346,9 @@ class RequestRunner:
                 if sampler.folder is not None and sampler.folder.startswith("samplers/"):
                     await asyncio.to_thread(shutil.rmtree, self._job.folder / sampler.folder, ignore_errors=True)
         for path, record in (await CheckpointRecord.read_all(self._requests)).items():
-            parsed = CheckpointPath.parse(path)
-            if parsed is not None and record.expires is not None and record.expires < now:
+            if record.expires is not None and record.expires < now:
                 await CheckpointRecord.remove(self._requests, path)
-                folder = checkpoint_folder(self._job.folder, parsed)
+                folder = checkpoint_folder(self._job.folder, record.path)
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
