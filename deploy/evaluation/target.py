@@ -94,8 +94,6 @@ class EvalPlan:
 
 def resolve_target(request: EvalRequest) -> EvalPlan:
     """Return the plan of an evaluation. Raises `ConfigError`, `DataError`."""
-    if request.samples < 1:
-        raise ConfigError(f"--n {request.samples}: at least one sample per task")
     run = RunDir(request.target.resolve()) if request.target.is_dir() else None
     if run is not None and not run.config.exists():
         raise ConfigError(f"{request.target}: no config.yaml, so no run's folder; give a recipe or a run")

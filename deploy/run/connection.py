@@ -40,10 +40,10 @@ from penstock.transfer_queue import (
     TransferQueue,
     TransferQueueConfig,
 )
+from penstock.transfer_queue.redis import ROLES, USERS_VERSION, find_redis_server, role_users
 
 if TYPE_CHECKING:
     from penstock.transfer_queue import Archive
-from penstock.transfer_queue.redis import ROLES, USERS_VERSION, find_redis_server, role_users
 
 logger = logging.getLogger("penstock.run")
 URL_VARIABLE = "PENSTOCK_QUEUE"

@@ -37,6 +37,8 @@ TORCHRUN_S, SUPERVISOR_S = 5.0, 15.0
 """Time that torchrun and the supervisor wait beyond the trainer's own grace before they kill it."""
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Seconds between torchrun's SIGTERM to its ranks and SIGKILL."""
+SUPERVISED = {"PENSTOCK_SUPERVISED": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Variables of every process that a head supervises."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +166,7 @@ def _role(
     max_restarts: int,
     stop_grace_s: float = 15.0,
 ) -> Role:
-    env = {
-        **link.of_role(rights or kind).environment(),
-        "PENSTOCK_SUPERVISED": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",
-    }
+    env = {**link.of_role(rights or kind).environment(), **SUPERVISED, "OMP_NUM_THREADS": "1"}
     return Role(name, kind, words, env, max_restarts, stop_grace_s)
 
 

@@ -35,7 +35,7 @@ from penstock.deploy.run.connection import connect_file
 from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.identity import changed_settings
 from penstock.deploy.run.launcher import Interrupted, until_interrupted
-from penstock.deploy.run.plan import SUPERVISOR_S, rank_environment, trainer_stop_s
+from penstock.deploy.run.plan import SUPERVISED, SUPERVISOR_S, rank_environment, trainer_stop_s
 from penstock.deploy.run.processes import RoleFailed, RoleProcess, RoleSpec
 from penstock.deploy.run_dir import LivesFile, LivesTotal, RunDir, RunLock, require_run
 from penstock.deploy.sft.prepared import PreparedData, listed, prepare
@@ -185,13 +185,7 @@ async def _supervise(config: RunConfig, run: RunDir, reporter: SftReporter) -> L
 def _trainer(config: RunConfig, run: RunDir) -> RoleSpec:
     trainer = config.trainer
     words = ("sft-rank", str(run.root), "--alone") if trainer.ranks == 1 else ("sft-ranks", str(run.root))
-    env = {
-        **os.environ,
-        "PENSTOCK_SUPERVISED": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        **rank_environment(trainer),
-    }
+    env = {**os.environ, **SUPERVISED, **rank_environment(trainer)}
     return RoleSpec(
         "trainer",
         [sys.executable, "-m", "penstock.deploy.cli", *words],
