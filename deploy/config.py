@@ -283,20 +283,15 @@ def _read_python(recipe: Path) -> dict[str, Any]:
         raise ConfigError(str(error)) from None
     tree: dict[str, Any] = {}
     for dotted, value in settings.items():
-        known: Any = tree
-        for section in dotted.split("."):
-            known = _mapping(known.get(section))
+        known = _section(tree, dotted.split("."))
         if known and isinstance(value, dict):
             _merge(known, value)  # dotted keys and their sections may come in any order
         else:
-            _set_key(tree, dotted, value, f"{recipe}, SETTINGS[{dotted!r}]")
+            set_key(tree, dotted, value, f"{recipe}, SETTINGS[{dotted!r}]")
     for dotted, value in parts.items():
         *sections, leaf = dotted.split(".")
-        node = tree
-        for section in sections:
-            node = _mapping(node.get(section))
-        if leaf not in node:
-            _set_key(tree, dotted, value, f"{recipe}, default of {dotted}")
+        if leaf not in _section(tree, sections):
+            set_key(tree, dotted, value, f"{recipe}, default of {dotted}")
     return tree
 
 
@@ -326,7 +321,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     elif isinstance(value, str):
         with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-6 as a string; people mean the number
             value = float(value)
-    _set_key(tree, dotted, value, f"override {override!r}")
+    set_key(tree, dotted, value, f"override {override!r}")
 
 
 def _merge(node: dict[str, Any], section: dict[str, Any]) -> None:
@@ -339,7 +334,8 @@ def _merge(node: dict[str, Any], section: dict[str, Any]) -> None:
             node[key] = value
 
 
-def _set_key(tree: dict[str, Any], dotted: str, value: Any, source: str) -> None:
+def set_key(tree: dict[str, Any], dotted: str, value: Any, source: str) -> None:
+    """Set a dotted key. Raises `ConfigError` naming `source` if a section of it is a value."""
     node = tree
     *sections, leaf = dotted.split(".")
     for section in sections:
@@ -364,9 +360,7 @@ def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
 def _change_paths(tree: dict[str, Any], change: Callable[[str], str]) -> None:
     """Replace each path of the tree by what `change` makes of it."""
     for *sections, leaf in _PATH_KEYS:
-        node = tree
-        for section in sections:
-            node = _mapping(node.get(section))
+        node = _section(tree, sections)
         value = node.get(leaf)
         if isinstance(value, str):
             node[leaf] = change(value)
@@ -391,6 +385,13 @@ def _references(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
         yield (choice, "name") if isinstance(choice, dict) else (sources, key)
     for entry in tools if isinstance(tools, list) else ():
         yield _mapping(entry), "name"
+
+
+def _section(tree: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The section that the names lead to; an empty one if the recipe lacks it."""
+    for name in names:
+        tree = _mapping(tree.get(name))
+    return tree
 
 
 def _mapping(node: Any) -> dict[str, Any]:

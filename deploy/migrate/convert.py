@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from penstock.deploy.config import RunConfig, parse_config
+from penstock.deploy.config import RunConfig, parse_config, set_key
 from penstock.deploy.frameworks.table import Table, verl_table
 from penstock.deploy.migrate.algorithm_rules import ALGORITHM_RULES
 from penstock.deploy.migrate.run_rules import RUN_RULES
@@ -144,11 +144,7 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     order = list(RunConfig.model_fields)
     for dotted in sorted(settings, key=lambda key: order.index(key.partition(".")[0])):
-        *sections, leaf = dotted.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = settings[dotted]
+        set_key(tree, dotted, settings[dotted], "the recipe that was made")
     return tree
 
 
