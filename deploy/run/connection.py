@@ -301,8 +301,11 @@ async def keep_alive(server: RedisServer) -> None:
         await _start_again(server)
 
 
+_START_BACKOFF = Backoff(0.5, 10.0)
+
+
 async def _start_again(server: RedisServer) -> None:
-    pauses = Backoff(0.5, 10.0).pauses()
+    pauses = _START_BACKOFF.pauses()
     while True:
         try:
             await server.restart()
