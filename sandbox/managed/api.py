@@ -19,6 +19,8 @@ from penstock.sandbox.protocol import BoxNeeds, SandboxBusy, SandboxError
 logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 60.0
 """Deadline of one request to a provider's API."""
+CLOSE_S = 5.0
+"""Deadline of ending a channel."""
 
 
 class ApiBusy(SandboxBusy):
@@ -106,6 +108,12 @@ class ReceivedOutput:
     async def _stop_following(self) -> None:
         if self._following is not None:
             await cancel_and_wait([self._following])
+
+
+def asked_pause_s(headers: Mapping[str, str]) -> float | None:
+    """The seconds of a Retry-After header."""
+    after = {name.lower(): value for name, value in headers.items()}.get("retry-after", "")
+    return float(after) if after.isdigit() else None
 
 
 class ManagedApi(Protocol):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import shlex
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.managed.api import (
     CALL_TIMEOUT_S,
+    CLOSE_S,
     ApiBusy,
     ApiUnavailable,
     BoxRequest,
@@ -28,16 +28,15 @@ from penstock.sandbox.managed.api import (
     ChannelBroken,
     ListedBox,
     ReceivedOutput,
+    asked_pause_s,
 )
 from penstock.sandbox.protocol import BoxNeeds, NoSuchImage, SandboxError, SandboxLost, UnmetNeeds
 
 if TYPE_CHECKING:
     from daytona import AsyncDaytona, AsyncSandbox
 
-logger = logging.getLogger(__name__)
 KEY = "DAYTONA_API_KEY"
 SNAPSHOT = "snapshot:"
-CLOSE_S = 5.0
 _REFUSED, _NOT_FOUND, _CONFLICT, _BUSY, _SERVER_ERROR = (401, 403), 404, 409, 429, 500
 
 
@@ -163,8 +162,7 @@ def _failure(doing: str, error: Any, image: str | None) -> SandboxError:
     if status is None or status >= _SERVER_ERROR:
         return ApiUnavailable(text)
     if status == _BUSY:
-        after = {name.lower(): value for name, value in error.headers.items()}.get("retry-after", "")
-        return ApiBusy(text, float(after) if after.isdigit() else None)
+        return ApiBusy(text, asked_pause_s(error.headers))
     if status in _REFUSED:
         return SandboxError(f"{text}: the key in {KEY} is refused")
     return SandboxLost(text) if status == _NOT_FOUND else SandboxError(text)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.managed.api import (
     CALL_TIMEOUT_S,
+    CLOSE_S,
     ApiBusy,
     ApiUnavailable,
     BoxRequest,
@@ -25,16 +25,13 @@ from penstock.sandbox.managed.api import (
     ReceivedOutput,
 )
 from penstock.sandbox.managed.box import shell_line
-from penstock.sandbox.managed.sandbox import refuse_sizes
-from penstock.sandbox.protocol import BoxNeeds, NoSuchImage, SandboxError, SandboxLost
+from penstock.sandbox.protocol import BoxNeeds, NoSuchImage, SandboxError, SandboxLost, UnmetNeeds
 
 if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
 
-logger = logging.getLogger(__name__)
 KEY = "E2B_API_KEY"
 WRITE_BYTES = 512 << 10
-CLOSE_S = 5.0
 _BAD_REQUEST, _NOT_FOUND, _SERVER_ERROR = 400, 404, 500
 
 
@@ -54,7 +51,12 @@ class E2BApi:
         self.containment = f"a virtual machine per session, {network}, sized by its template"
 
     def check_needs(self, needs: BoxNeeds) -> None:
-        refuse_sizes(needs, "e2b", "build a template of that size, and name it as the task's image")
+        for name in ("memory_mb", "cpus", "storage_mb"):
+            if getattr(needs, name) is not None:
+                raise UnmetNeeds(
+                    f"a session asks for {name}, which boxes of e2b cannot have by session: "
+                    "build a template of that size, and name it as the task's image"
+                )
 
     async def create(self, request: BoxRequest) -> str:
         with self._translating("making a box", image=request.image or self._config.image):

@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.managed.api import (
     CALL_TIMEOUT_S,
+    CLOSE_S,
     ApiBusy,
     ApiUnavailable,
     BoxRequest,
     Channel,
     ChannelBroken,
     ListedBox,
+    asked_pause_s,
 )
 from penstock.sandbox.managed.labels import BOX
 from penstock.sandbox.managed.pods import CONTAINER, deny_all, pod_manifest
@@ -41,7 +43,6 @@ POLL_S = 0.25
 PING_S = 20.0
 """A connection without traffic is cut by load balancers after a minute or so."""
 WRITE_BYTES = 256 << 10
-CLOSE_S = 5.0
 _STDIN, _STDOUT, _STDERR, _STATUS = 0, 1, 2, 3
 _REFUSED, _NOT_FOUND, _CONFLICT, _INVALID, _BUSY, _SERVER_ERROR = (401, 403), 404, 409, (400, 422), 429, 500
 
@@ -251,8 +252,7 @@ def _message(error: Any) -> str:
 def _failure(doing: str, status: int, message: str, headers: Mapping[str, str]) -> SandboxError:
     text = f"kubernetes: {doing}: {status} {message}"
     if status == _BUSY:
-        after = {name.lower(): value for name, value in headers.items()}.get("retry-after", "")
-        return ApiBusy(text, float(after) if after.isdigit() else None)
+        return ApiBusy(text, asked_pause_s(headers))
     if status >= _SERVER_ERROR:
         return ApiUnavailable(text)
     if status in _REFUSED:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.managed.api import (
     CALL_TIMEOUT_S,
+    CLOSE_S,
     ApiBusy,
     ApiUnavailable,
     BoxRequest,
@@ -39,7 +40,6 @@ APP = "penstock"
 """Modal's app that all boxes belong to; made at the first use."""
 KEEP_OPEN = ("sleep", "infinity")
 WRITE_BYTES = 1 << 20
-CLOSE_S = 5.0
 
 
 class ModalApi:

@@ -15,7 +15,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -48,7 +48,6 @@ from penstock.sandbox.protocol import (
     Sandbox,
     SandboxError,
     Session,
-    UnmetNeeds,
 )
 from penstock.sandbox.session import DriverSession
 from penstock.sandbox.snapshots import TMP, BoxCopy, copy_folders
@@ -63,13 +62,6 @@ LATE_S = 600.0
 CLOSE_DEADLINE_S = 60.0
 PAUSE = Backoff(0.5, 30.0, jitter=(0.5, 1.0))
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    box_id: str | None
-    """None: whether there is one is not known."""
-    since: float
 
 
 class ManagedSandbox(LimitedSandbox):
@@ -92,8 +84,8 @@ class ManagedSandbox(LimitedSandbox):
         self._boxes: dict[str, str] = {}
         """Session → the id of its newest box."""
         self._tidying: asyncio.Task[None] | None = None
-        self._leftovers: dict[str, Leftover] = {}
-        """Request → a box of it that may live, though no session has it."""
+        self._leftovers: dict[str, float] = {}
+        """Request, whose box may live though no session has it → the time from which no further one can appear."""
         self.containment = f"{config.backend}: {self._api.containment}; code of a session can forge its own results"
         logger.info("sandbox: %s", self.containment)
 
@@ -167,7 +159,7 @@ class ManagedSandbox(LimitedSandbox):
             return await self._patiently(attempt)
         finally:
             if in_doubt:
-                self._leftovers[request.key] = Leftover(None, time.monotonic())
+                self._leftovers[request.key] = time.monotonic() + LATE_S
 
     async def _finish(self, box_id: str, request: str) -> None:
         """Ends the provider's box; if that fails, the next start or `close` tries again, and its age ends it."""
@@ -176,7 +168,7 @@ class ManagedSandbox(LimitedSandbox):
             await self._end(box_id)
             self.costs.end(request)
         except SandboxError as error:
-            self._leftovers[request] = Leftover(box_id, time.monotonic())
+            self._leftovers[request] = time.monotonic()
             logger.error("sandbox: box %s was not ended, it is tried again later: %s", box_id, error)
 
     async def _end(self, box_id: str) -> None:
@@ -188,12 +180,12 @@ class ManagedSandbox(LimitedSandbox):
             async with asyncio.timeout(TIDY_DEADLINE_S):
                 if first and (ended := await end_abandoned(self._api, owner_labels(self._owner))):
                     logger.warning("sandbox: ended %d boxes that an earlier process of %s left", ended, self._owner)
-                for request, leftover in list(self._leftovers.items()):
+                for request, last in list(self._leftovers.items()):
                     find = partial(self._api.find, {**BOX, REQUEST: request})
                     for box in await self._bounded(find, "looking for a box"):
                         if box.box_id not in self._living:
                             await self._end(box.box_id)
-                    if leftover.box_id is not None or time.monotonic() - leftover.since > LATE_S:
+                    if time.monotonic() >= last:
                         self._leftovers.pop(request, None)
                         self.costs.end(request)
         except (SandboxError, TimeoutError) as error:
@@ -284,13 +276,6 @@ def follow_costs(sandbox: Sandbox, gauges: CostGauges) -> None:
     """Connects the gauges to the costs of a provider's boxes; other boxes cost nothing by the second."""
     if isinstance(sandbox, ManagedSandbox):
         gauges.follow(sandbox.costs)
-
-
-def refuse_sizes(needs: BoxNeeds, provider: str, where: str) -> None:
-    """Refuse sizes for providers whose boxes have the size of their image. Raises `UnmetNeeds`."""
-    for name in ("memory_mb", "cpus", "storage_mb"):
-        if getattr(needs, name) is not None:
-            raise UnmetNeeds(f"a session asks for {name}, which boxes of {provider} cannot have by session: {where}")
 
 
 async def end_boxes_of_dead_processes(config: SandboxConfig) -> int:
