@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.sandbox.config import SandboxConfig
+from penstock.sandbox.inside.driver import oom_kills
 from penstock.sandbox.owner import is_gone, this_process
 
 ROOT = Path("/sys/fs/cgroup")
@@ -56,11 +57,7 @@ class Cgroup:
 
     def oom_kills(self) -> int:
         """Processes of this box that the kernel ended for want of memory, so far."""
-        try:
-            lines = self.oom_file.read_text(encoding="ascii").splitlines()
-        except OSError:
-            return 0
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+        return oom_kills([self.oom_file]) or 0
 
     def kill(self) -> None:
         for directory in self.directories:

@@ -25,8 +25,9 @@ from penstock.sandbox.docker.engine import (
     calling,
     connect,
     limit_socket_memory,
-    oom_kills,
+    oom_counters,
 )
+from penstock.sandbox.inside.driver import oom_kills
 from penstock.sandbox.protocol import SandboxError
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class Container:
 
     def oom_kills(self) -> int | None:
         """So far; None where only the box itself can see it."""
-        return oom_kills(self._id)
+        return oom_kills(oom_counters(self._id))
 
     # ---- its end
 

@@ -210,15 +210,9 @@ def limit_socket_memory(container_id: str, memory_bytes: int) -> bool:
     return False
 
 
-def oom_kills(container_id: str) -> int | None:
-    """Processes of the container that the kernel ended for want of memory; None if the count cannot be read here."""
-    for file in _files(container_id, "memory/{}/memory.oom_control", "{}/memory.events"):
-        try:
-            lines = file.read_text(encoding="ascii").splitlines()
-        except OSError:
-            continue
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
-    return None
+def oom_counters(container_id: str) -> Iterator[Path]:
+    """Files that may count the container's out-of-memory kills, where engine and worker share a machine."""
+    return _files(container_id, "memory/{}/memory.oom_control", "{}/memory.events")
 
 
 def _files(container_id: str, *patterns: str) -> Iterator[Path]:

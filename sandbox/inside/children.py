@@ -156,6 +156,16 @@ def _execute(argv: list[str]) -> NoReturn:
     raise refused or missing or FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
 
+def readable_when_a_child_ends() -> int:
+    """A descriptor, the process's only one of this kind."""
+    ended, signal_end = os.pipe()
+    os.set_blocking(ended, False)
+    os.set_blocking(signal_end, False)
+    set_handler(CHILD_ENDED, lambda *_: None)
+    signal.set_wakeup_fd(signal_end, warn_on_full_buffer=False)
+    return ended
+
+
 END_S = 10.0
 """Time for killed processes to end: less than the time that the worker waits for an answer after a limit."""
 PAUSE_S = 0.002
@@ -169,23 +179,13 @@ class ChildTable:
         self.tracked: set[int] = set()
         if settings.get("reaper"):  # orphans become children of this process, as those of a pid 1 do
             _PRCTL(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self.wakeup, signal_end = os.pipe()
-        """Readable after a child ended."""
-        os.set_blocking(self.wakeup, False)
-        os.set_blocking(signal_end, False)
-        set_handler(CHILD_ENDED, lambda *_: None)
         set_handler(INTERRUPT, IGNORE)
-        signal.set_wakeup_fd(signal_end, warn_on_full_buffer=False)
+        self.wakeup = readable_when_a_child_ends()
 
     @property
     def boxed(self) -> bool:
         """True only as pid 1 of a box's own namespace: anywhere else ``kill(-1)`` would end the whole machine."""
         return bool(self.settings["boxed"]) and os.getpid() == 1
-
-    @property
-    def _sees_descendants(self) -> bool:
-        """True if everything that code started descends from this process, as long as it lives."""
-        return self.boxed or bool(self.settings.get("reaper"))
 
     def spawn(
         self, body: Callable[[], int], stdin: int, keep: tuple[int, ...] = (), spared: Sequence[ForkedChild] = ()
@@ -261,8 +261,8 @@ class ChildTable:
 
         A killed process needs a core to end on, and may wait for one on a busy machine: only new ones count as forks.
         """
-        if not self._sees_descendants:
-            return True
+        if not self.boxed and not self.settings.get("reaper"):
+            return True  # what code started need not descend from this process
         killed: set[int] = set()
         rounds_with_new, give_up_at = 0, time.monotonic() + END_S
         while strangers := set(strangers_to({child.pid for child in spared})):

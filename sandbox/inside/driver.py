@@ -22,7 +22,7 @@ import select
 import stat
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from penstock.sandbox.inside import children
@@ -107,16 +107,15 @@ def install_filter(program: _Program) -> None:
         raise OSError(ctypes.get_errno(), "the kernel refuses the system-call filter")
 
 
-def oom_kills() -> int:
-    """Processes of this container that the kernel ended for want of memory; 0 if no counter can be read."""
-    for path in OOM_COUNTERS:
+def oom_kills(counters: Iterable[str | os.PathLike[str]]) -> int | None:
+    """Processes that the kernel ended for want of memory, by the first counter that can be read; None if none can."""
+    for path in counters:
         try:
             with open(path, encoding="ascii") as file:
-                lines = file.read().splitlines()
+                return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
         except OSError:
             continue
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-    return 0
+    return None
 
 
 def write_file(path: str, data: bytes, root: str | None) -> None:
@@ -216,7 +215,7 @@ class BoxDriver:
 
     def memory(self) -> dict[str, int]:
         """A container's cgroup is shown inside; of other boxes the worker reads it."""
-        return {"oom_kills": oom_kills()} if self.counts_oom_kills else {}
+        return {"oom_kills": oom_kills(OOM_COUNTERS) or 0} if self.counts_oom_kills else {}
 
     def listen(self, _: dict[str, Any]) -> dict[str, Any]:
         return {"port": self.calls.port.open()}

@@ -61,7 +61,7 @@ class Zygote:
         self.clone_number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
         self.capabilities = read_int("/proc/sys/kernel/cap_last_cap") + 1
         """Number of capabilities that the kernel knows."""
-        self.wakeup = readable_when_a_child_ends()
+        self.wakeup = children.readable_when_a_child_ends()
 
     def serve(self) -> None:
         """Until the worker is gone."""
@@ -143,15 +143,6 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     zygote.serve()
-
-
-def readable_when_a_child_ends() -> int:
-    ended, signal_end = os.pipe()
-    os.set_blocking(ended, False)
-    os.set_blocking(signal_end, False)
-    children.set_handler(children.CHILD_ENDED, lambda *_: None)
-    signal.set_wakeup_fd(signal_end, warn_on_full_buffer=False)
-    return ended
 
 
 def forget_children() -> None:

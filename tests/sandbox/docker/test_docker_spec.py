@@ -13,7 +13,7 @@ from penstock.sandbox.docker.engine import IMAGE_NAME, DockerEngine, DockerImage
 from penstock.sandbox.docker.exec_session import file_error
 from penstock.sandbox.docker.sandbox import describe
 from penstock.sandbox.docker.spec import container_spec, uid_of
-from penstock.sandbox.inside import driver as confine
+from penstock.sandbox.inside.driver import oom_kills
 from penstock.sandbox.protocol import NoSuchImage
 
 ENGINE = DockerEngine(
@@ -77,14 +77,10 @@ def test_spec_walls_that_an_engine_lacks_are_said_aloud() -> None:
         ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"),
     ],
 )
-def test_spec_both_versions_of_cgroups_are_read(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, text: str
-) -> None:
+def test_spec_both_versions_of_cgroups_are_read(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    monkeypatch.setattr(confine, "OOM_COUNTERS", (str(tmp_path / "missing"), str(tmp_path / name)))
-    assert confine.oom_kills() == 3
-    monkeypatch.setattr(confine, "OOM_COUNTERS", (str(tmp_path / "missing"),))
-    assert confine.oom_kills() == 0
+    assert oom_kills([tmp_path / "missing", tmp_path / name]) == 3
+    assert oom_kills([tmp_path / "missing"]) is None
 
 
 @pytest.mark.parametrize(
