@@ -82,7 +82,7 @@ class Box(ABC):
         self._requests += 1
         async with asyncio.timeout(deadline_s):
             await self._send({**command, "id": self._requests})
-            while "out" in (answer := await self._receive_answer()):
+            while "out" in (answer := self._answer(await self._receive())):
                 if on_output is not None:
                     on_output(answer["out"], answer["data"])
         return answer
@@ -116,9 +116,6 @@ class Box(ABC):
             await self._writer.drain()
         except ConnectionError as error:
             raise BoxEnded("the box closed its socket") from error
-
-    async def _receive_answer(self) -> dict[str, Any]:
-        return self._answer(await self._receive())
 
     def _answer(self, frame: dict[str, Any]) -> dict[str, Any]:
         if frame.get("id") != self._requests:

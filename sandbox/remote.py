@@ -36,6 +36,7 @@ from penstock.sandbox.protocol import (
 )
 from penstock.sandbox.session import GRACE_S
 
+NO_COPIES = "sandbox.backend remote: a server's boxes cannot be copied: use its own backend here"
 START_TIMEOUT_S = 150.0
 """A start may wait for a free box; the server's own limit is shorter."""
 NETWORK_SLACK_S = 15.0
@@ -141,10 +142,10 @@ class RemoteSandbox:
         return RemoteSession(self, session_id)
 
     async def snapshot(self, session: Session) -> Snapshot:
-        raise NoSnapshots("sandbox.backend remote: a server's boxes cannot be copied: use its own backend here")
+        raise NoSnapshots(NO_COPIES)
 
     async def fork(self, snapshot: Snapshot, label: str) -> Session:
-        raise NoSnapshots("sandbox.backend remote: a server's boxes cannot be copied: use its own backend here")
+        raise NoSnapshots(NO_COPIES)
 
     async def forget(self, snapshot: Snapshot) -> None:
         """There is none."""
@@ -154,7 +155,6 @@ class RemoteSandbox:
         await self.client.close()
 
 
-JSON = {"Content-Type": "application/json"}
 RETRY_AFTER_S = (0.1, 1.0)
 """Requests with a key are sent again where the server did not answer: it does none of them twice."""
 KEEP_ALIVE_S = 30.0
@@ -220,12 +220,10 @@ class RemoteClient:
     async def _send(
         self, method: str, path: str, timeout_s: float, key: str | None, content: dict[str, Any]
     ) -> HttpReply:
-        headers = {**({HEADER: key} if key else {}), **(JSON if "json" in content else {})}
         pauses = list(RETRY_AFTER_S) if key else []
         while True:
             try:
-                sent = {**_encoded(content), "headers": headers, "timeout": _timeout(timeout_s)}
-                async with self._http.request(method, self.url + path, **sent) as response:
+                async with self._http.request(method, self.url + path, **_sent(timeout_s, content, key)) as response:
                     return HttpReply(response.status, await response.read(), response.headers.get("Retry-After"))
             except TimeoutError as error:  # the request may be under way there
                 raise self._unreachable(error) from error
@@ -236,9 +234,8 @@ class RemoteClient:
 
     async def lines(self, path: str, timeout_s: float, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """JSON lines of an answer as they come; the errors of `request`. Never sent again."""
-        sent = {**_encoded({"json": body}), "headers": JSON, "timeout": _timeout(timeout_s)}
         try:
-            async with self._http.post(self.url + path, **sent) as response:
+            async with self._http.post(self.url + path, **_sent(timeout_s, {"json": body})) as response:
                 if response.status >= 400:
                     after = response.headers.get("Retry-After")
                     raise _failure(self.url, HttpReply(response.status, await response.read(), after))
@@ -256,11 +253,15 @@ class RemoteClient:
         return SandboxError(f"sandbox server {self.url}: {type(error).__name__} {error}")
 
 
-def _encoded(content: dict[str, Any]) -> dict[str, Any]:
+def _sent(timeout_s: float, content: dict[str, Any], key: str | None = None) -> dict[str, Any]:
     """JSON that can be sent whatever a model wrote: half a character (a lone surrogate) becomes ``?``."""
-    if "json" not in content:
-        return {"params": content.get("params"), "data": content.get("content")}
-    return {"data": json.dumps(content["json"], ensure_ascii=False).encode("utf-8", "replace")}
+    headers = {HEADER: key} if key else {}
+    data = content.get("content")
+    if "json" in content:
+        headers["Content-Type"] = "application/json"
+        data = json.dumps(content["json"], ensure_ascii=False).encode("utf-8", "replace")
+    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
+    return {"params": content.get("params"), "data": data, "headers": headers, "timeout": timeout}
 
 
 def sendable(path: str) -> str:
@@ -274,10 +275,6 @@ def sendable(path: str) -> str:
         number = errno.ENAMETOOLONG if size else errno.ENOENT
         raise OSError(number, os.strerror(number))
     return path
-
-
-def _timeout(timeout_s: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
 
 
 def _checked(url: str, line: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import errno
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -213,7 +214,7 @@ class DriverSession(OneBoxSession[Box]):
 
     async def write_file(self, path: str, data: bytes) -> None:
         if len(data) > MAX_FILE_BYTES:
-            raise OSError(27, f"more than {MAX_FILE_BYTES} bytes in one file", path)
+            raise OSError(errno.EFBIG, f"more than {MAX_FILE_BYTES} bytes in one file", path)
         await self._file({"do": "write", "path": path, "data": base64.b64encode(data).decode("ascii")})
 
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
@@ -313,7 +314,9 @@ async def put_folder(session: Session, path: str, tar: bytes) -> None:
     Unpacked inside the box: a name with ``..`` leads only where the box's own code could go. Raises `OSError` if it
     does not unpack or is too large, and `SandboxError`.
     """
-    await _with_archive(session, path, 'mkdir -p -- "$2" && tar -x -f "$1" -C "$2"', tar)
+    async with _archive(session) as archive:
+        await session.write_file(archive, tar)
+        await _run_script(session, 'mkdir -p -- "$2" && tar -x -f "$1" -C "$2"', archive, path)
 
 
 async def get_folder(session: Session, path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
@@ -322,26 +325,26 @@ async def get_folder(session: Session, path: str, max_bytes: int = MAX_FILE_BYTE
     Untrusted code wrote it: unpack it with ``tarfile``'s ``filter="data"``.
     Raises `OSError` if the folder is missing or its tar is longer than `max_bytes`, and `SandboxError`.
     """
-    return await _with_archive(session, path, 'tar -c -f "$1" -C "$2" --exclude="./$1" .', None, max_bytes)
+    async with _archive(session) as archive:
+        await _run_script(session, 'tar -c -f "$1" -C "$2" --exclude="./$1" .', archive, path)
+        data = await session.read_file(archive, max_bytes)
+    if len(data) == max_bytes:
+        raise OSError(errno.EFBIG, f"more than {max_bytes} bytes as a tar", path)
+    return data
 
 
-async def _with_archive(
-    session: Session, path: str, script: str, content: bytes | None, max_bytes: int = MAX_FILE_BYTES
-) -> bytes:
+@contextlib.asynccontextmanager
+async def _archive(session: Session) -> AsyncIterator[str]:
+    """The name of a file in the box, which is removed at the end."""
     archive = f".penstock-{secrets.token_hex(8)}.tar"
     try:
-        if content is not None:
-            await session.write_file(archive, content)
-        _check(await session.run(["sh", "-c", script, "sh", archive, path], timeout_s=TIMEOUT_S), path)
-        data = await session.read_file(archive, max_bytes) if content is None else b""
-        if content is None and len(data) == max_bytes:
-            raise OSError(errno.EFBIG, f"more than {max_bytes} bytes as a tar", path)
-        return data
+        yield archive
     finally:
         await session.run(["rm", "-f", "--", archive], timeout_s=TIMEOUT_S)
 
 
-def _check(result: RunResult, path: str) -> None:
+async def _run_script(session: Session, script: str, archive: str, path: str) -> None:
+    result = await session.run(["sh", "-c", script, "sh", archive, path], timeout_s=TIMEOUT_S)
     if result.exit_code == 0:
         return
     words = result.stderr.strip().splitlines()

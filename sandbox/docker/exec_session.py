@@ -23,7 +23,7 @@ from penstock.sandbox.docker.engine import calling, translating
 from penstock.sandbox.inside.capture import OutputCapture
 from penstock.sandbox.inside.driver import OOM_COUNTERS
 from penstock.sandbox.protocol import Output, RunResult, SandboxError, SandboxLost
-from penstock.sandbox.session import OneBoxSession, stream_of
+from penstock.sandbox.session import MAX_FILE_BYTES, OneBoxSession, stream_of
 
 if TYPE_CHECKING:
     from aiodocker.stream import Stream
@@ -102,7 +102,6 @@ class Program:
 KEEPER_COMMAND = ["sh", "-c", "while read -r line; do jobs; done"]
 """First process of such a box. It ends when its stdin does and cannot be ended from inside; `jobs` reaps orphans."""
 HOUSEKEEPING_S = 20.0
-MAX_FILE_BYTES = 32 << 20
 
 
 class ExecSession(OneBoxSession[Container]):

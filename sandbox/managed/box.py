@@ -102,7 +102,7 @@ class ManagedBox(Box):
             while True:
                 try:
                     await self._send({**command, "id": self._requests, "have": frames})
-                    while "out" in (answer := await self._receive_answer()):
+                    while "out" in (answer := self._answer(await self._receive())):
                         frames += 1
                         if on_output is not None:
                             on_output(answer["out"], answer["data"])
