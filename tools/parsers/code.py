@@ -8,12 +8,10 @@ cannot be called.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import unusable
-from penstock.tools.parsers.turn import THOUGHT, TurnBuilder, read_each
+from penstock.tools.parsers.turn import THOUGHT, Tools, TurnBuilder, read_each
 
 TOOLS = {
     "python": ("python", "code"),
@@ -30,7 +28,7 @@ _FENCE = re.compile(r"^ {0,3}(`{3,64})(?!`)[ \t]*([^\s`]*)[^\n`]*$\n?", re.MULTI
 class CodeParser:
     opening, closing = "", ""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+    def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
         thought = text.find(THOUGHT)
         return read_each(text, _FENCE, SHAPE, _read_block, thought + len(THOUGHT) if thought >= 0 else 0)
 

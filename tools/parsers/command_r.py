@@ -7,12 +7,10 @@ without the block it is content, and so is what ends before a ``</think>``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import read_call_list
-from penstock.tools.parsers.turn import NamedCall, expect, read_unmarked
+from penstock.tools.parsers.turn import NamedCall, Tools, expect, read_unmarked
 
 OPEN, FENCE = "Action:", "```"
 SHAPE = f'calls are written {OPEN}\n{FENCE}json\n[{{"tool_name": ..., "parameters": {{...}}}}, ...]{FENCE}'
@@ -22,7 +20,7 @@ _LIST = re.compile(rf"^[ \t]{{0,32}}{OPEN}\s{{0,32}}{FENCE}json\s{{0,32}}(?=\[)"
 class CommandRParser:
     opening, closing = OPEN, FENCE
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+    def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
         return read_unmarked(text, _LIST, SHAPE, _read_calls)
 
 

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import read_arguments
-from penstock.tools.parsers.turn import NAME, UNREAD, Malformed, TurnBuilder, read_each
+from penstock.tools.parsers.turn import NAME, UNREAD, Malformed, Tools, TurnBuilder, read_each
 
 MARK, USER = ">>>", "all"
 SHAPE = f"a call is written {MARK}NAME\n{{...}}"
@@ -21,7 +19,7 @@ _HEAD = re.compile(rf"(?:\A|{MARK})({NAME})\n(?=\s{{0,32}}\{{)")
 class FunctionaryV32Parser:
     opening, closing = "", ""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+    def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
         return read_each(text, _HEAD, SHAPE, _read_message)
 
 

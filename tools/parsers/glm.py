@@ -8,7 +8,7 @@ hy_v3   the same with a suffix (``<arg_key:opensource>``), a name before its own
 from __future__ import annotations
 
 from penstock.tools.parsers.plain_text import ArgumentReader
-from penstock.tools.parsers.turn import Malformed, MarkedParser, SectionParser, Tools, TurnBuilder, expect, skip_space
+from penstock.tools.parsers.turn import MarkedParser, SectionParser, Tools, TurnBuilder, expect, skip_space, until
 
 
 class PairTags:
@@ -24,8 +24,8 @@ class PairTags:
     def read_call(self, text: str, position: int, reader: ArgumentReader, turn: TurnBuilder) -> int:
         """Adds the call whose pairs and end stand at `position`; returns its end. Raises `Malformed`."""
         while text.startswith(self.key, position := skip_space(text, position)):
-            key, position = _until(text, position + len(self.key), self.end_key)
-            value, position = _until(text, expect(text, position, self.value), self.end_value)
+            key, position = until(text, position + len(self.key), self.end_key)
+            value, position = until(text, expect(text, position, self.value), self.end_value)
             reader.add(key.strip(), value)
         position = expect(text, position, self.end_call)
         turn.call(reader.name, reader.done())
@@ -40,10 +40,8 @@ class GlmParser(MarkedParser):
     shape = f"a call is written {TAGS.call}NAME\n{TAGS.pair_shape}"
 
     def read(self, text: str, body: int, turn: TurnBuilder, tools: Tools) -> int:
-        end = _find(text, self.closing, body)
-        first = text.find(TAGS.key, body, end)
-        position = end if first < 0 else first
-        return TAGS.read_call(text, position, ArgumentReader(text[body:position].strip(), tools, TAGS.marks), turn)
+        name = until(text, body, self.closing)[0].partition(TAGS.key)[0]
+        return TAGS.read_call(text, body + len(name), ArgumentReader(name.strip(), tools, TAGS.marks), turn)
 
 
 class HyV3Parser(SectionParser):
@@ -53,19 +51,6 @@ class HyV3Parser(SectionParser):
     shape = f"calls are written {opening}\n{HY_TAGS.call}NAME{name_end}\n{HY_TAGS.pair_shape}\n{closing}"
 
     def read_call(self, text: str, position: int, turn: TurnBuilder, tools: Tools) -> int:
-        name, position = _until(text, expect(text, position, HY_TAGS.call), self.name_end)
+        name, position = until(text, expect(text, position, HY_TAGS.call), self.name_end)
         reader = ArgumentReader(name.strip(), tools, (self.opening, self.closing, self.name_end, *HY_TAGS.marks))
         return HY_TAGS.read_call(text, position, reader, turn)
-
-
-def _until(text: str, start: int, mark: str) -> tuple[str, int]:
-    """Returns the text before `mark`, and the position behind it. Raises `Malformed`."""
-    end = _find(text, mark, start)
-    return text[start:end], end + len(mark)
-
-
-def _find(text: str, mark: str, start: int) -> int:
-    end = text.find(mark, start)
-    if end < 0:
-        raise Malformed(f"{mark} is missing")
-    return end

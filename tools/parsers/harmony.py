@@ -7,12 +7,10 @@ stand before the channel too. Messages without a recipient, thinking among them,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import read_arguments
-from penstock.tools.parsers.turn import UNREAD, Malformed, TurnBuilder, expect, skip_space, tool_name
+from penstock.tools.parsers.turn import UNREAD, Malformed, Tools, TurnBuilder, expect, skip_space, tool_name
 
 START, CHANNEL, MESSAGE, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|call|>"
 CONSTRAIN = "<|constrain|>"
@@ -24,7 +22,7 @@ class HarmonyParser:
     opening, closing = "", ""
     """Empty: other messages begin as calls do, and engines leave out the text at which they stopped."""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+    def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
         turn = TurnBuilder(SHAPE)
         position = 0
         while not turn.full and (header_end := text.find(MESSAGE, position)) >= 0:

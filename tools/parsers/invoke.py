@@ -11,7 +11,7 @@ import re
 
 from penstock.tools.parsers.json_call import json_of
 from penstock.tools.parsers.plain_text import ArgumentReader
-from penstock.tools.parsers.turn import Malformed, SectionParser, Tools, TurnBuilder, expect, skip_space
+from penstock.tools.parsers.turn import Malformed, SectionParser, Tools, TurnBuilder, expect, skip_space, until
 
 _ATTRIBUTE = r"\s+name=\"([^\"<>\n]{1,256})\""
 
@@ -48,19 +48,14 @@ class InvokeParser(SectionParser):
             raise Malformed(f"other text stands where {missing} belongs" if text[start:] else f"{missing} is missing")
         reader = ArgumentReader(head[1], tools, self._marks)
         position = head.end()
-        end = self._end_parameter
         while parameter := self._parameter.match(text, skip_space(text, position)):
-            close = text.find(end, parameter.end())
-            if close < 0:
-                raise Malformed(f"{end} is missing")
-            value = text[parameter.end() : close]
+            value, position = until(text, parameter.end(), self._end_parameter)
             if self._says_type:
                 reader.add_value(
                     parameter[1], value, value if parameter[2] == "true" else json_of(value, 'string="false"')
                 )
             else:
                 reader.add(parameter[1], value)
-            position = close + len(end)
         position = expect(text, position, self._end_invoke)
         turn.call(head[1], reader.done())
         return position

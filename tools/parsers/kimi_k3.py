@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from penstock.tools.parsers.json_call import json_of, unusable
-from penstock.tools.parsers.turn import Malformed, SectionParser, Tools, TurnBuilder, expect, tool_name
+from penstock.tools.parsers.turn import Malformed, SectionParser, Tools, TurnBuilder, expect, tool_name, until
 
 SEP = "<|sep|>"
 
@@ -62,13 +62,10 @@ class KimiK3Parser(SectionParser):
 
 def _read_argument(text: str, head: re.Match[str]) -> tuple[dict[str, Any], int]:
     """One argument, or all of a ``json`` tag, and where its tag ends. Raises `Malformed`."""
-    end = text.find(_closes(head[1]), head.end())
-    if end < 0:
-        raise Malformed(f"{_closes(head[1])} is missing")
-    value, attributes = text[head.end() : end], _attributes(head[2])
+    value, behind = until(text, head.end(), _closes(head[1]))
+    attributes = _attributes(head[2])
     if mark := next((mark for mark in MARKS if mark in value), None):
         raise Malformed(f"a value holds {mark}, a mark of the call itself")
-    behind = end + len(_closes(head[1]))
     if head[1] == "json":
         values = json_of(value, PROMISE)
         if not isinstance(values, dict):

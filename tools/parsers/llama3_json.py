@@ -7,12 +7,10 @@ first keys are those of a call; further calls follow it with or without ``;``. A
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import add_call, arguments_key, read_json
-from penstock.tools.parsers.turn import UNREAD, Malformed, TurnBuilder, read_each, skip_space
+from penstock.tools.parsers.turn import UNREAD, Malformed, Tools, TurnBuilder, read_each, skip_space
 
 TAG = "<|python_tag|>"
 SHAPE = 'a call is written {"name": ..., "parameters": {...}}'
@@ -28,7 +26,7 @@ _NEXT = re.compile(rf"(?:;{_GAP})?(?={_KEYS})")
 class Llama3JsonParser:
     opening, closing = "", ""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+    def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
         return read_each(text, _CALL, SHAPE, _read_calls)
 
 

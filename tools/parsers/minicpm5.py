@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from penstock.tools.parsers.plain_text import ArgumentReader
-from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect
+from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, until
 
 OPEN, CLOSE = "<function name=", "</function>"
 PARAM, END_PARAM = "<param name=", "</param>"
@@ -31,15 +31,11 @@ class MiniCpm5Parser(MarkedParser):
         while param := _PARAM.match(text, position):
             is_text = text.startswith(CDATA, param.end())
             start, mark = (param.end() + len(CDATA), END_CDATA + END_PARAM) if is_text else (param.end(), END_PARAM)
-            end = text.find(mark, start)
-            if end < 0:
-                raise Malformed(f"{mark} is missing")
-            value = text[start:end]
+            value, position = until(text, start, mark)
             if is_text:
                 reader.add_value(param[1], value, value)
             else:
                 reader.add(param[1], value)
-            position = end + len(mark)
         position = expect(text, position, CLOSE)
         turn.call(head[1], reader.done())
         return position

@@ -8,13 +8,11 @@ stands in a message to ``self`` (thinking) or ``user`` is content, whatever it l
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.invoke import InvokeParser
-from penstock.tools.parsers.turn import NAME, TurnBuilder, read_each
+from penstock.tools.parsers.turn import NAME, Tools, TurnBuilder, read_each
 
 _HEADER = re.compile(rf"(?:<\|start\|>assistant)?[ ]?to=({NAME})<\|message\|>")
 _END = re.compile(r"<\|(?:eom|eot)\|>|(?=<\|start\|>)")
@@ -27,12 +25,10 @@ class MuseGlimmerParser:
     def __init__(self) -> None:
         self._calls = InvokeParser("atem:function_calls", "atem:")
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+    def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
         return read_each(text, _HEADER, self._calls.shape, partial(self._read_message, tools=tools))
 
-    def _read_message(
-        self, text: str, header: re.Match[str], turn: TurnBuilder, tools: Sequence[Mapping[str, Any]]
-    ) -> int:
+    def _read_message(self, text: str, header: re.Match[str], turn: TurnBuilder, tools: Tools) -> int:
         end = _END.search(text, header.end())
         position = end.end() if end else len(text)
         if header[1] in ("self", "user"):

@@ -10,7 +10,7 @@ import re
 from typing import ClassVar
 
 from penstock.tools.parsers.plain_text import ArgumentReader
-from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space
+from penstock.tools.parsers.turn import Malformed, MarkedParser, Tools, TurnBuilder, expect, skip_space, until
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
@@ -34,11 +34,8 @@ class Qwen3CoderParser(MarkedParser):
         reader = ArgumentReader(name, tools, self._marks)
         while text.startswith(PARAMETER, position := skip_space(text, position)):
             key, start = _read_word(text, position + len(PARAMETER))
-            end = text.find(END_PARAMETER, start)
-            if end < 0:
-                raise Malformed(f"{END_PARAMETER} is missing")
-            reader.add(key, text[start:end].removeprefix(self.around).removesuffix(self.around))
-            position = end + len(END_PARAMETER)
+            value, position = until(text, start, END_PARAMETER)
+            reader.add(key, value.removeprefix(self.around).removesuffix(self.around))
         arguments = reader.done()
         position = expect(text, expect(text, position, END_FUNCTION), self.closing)
         turn.call(name, arguments)

@@ -215,3 +215,11 @@ def expect(text: str, start: int, mark: str) -> int:
     if not text.startswith(mark, at):
         raise Malformed(f"other text stands where {mark} belongs" if text[at:] else f"{mark} is missing")
     return at + len(mark)
+
+
+def until(text: str, start: int, mark: str) -> tuple[str, int]:
+    """The text before `mark`, and the place behind it. Raises `Malformed`."""
+    end = text.find(mark, start)
+    if end < 0:
+        raise Malformed(f"{mark} is missing")
+    return text[start:end], end + len(mark)

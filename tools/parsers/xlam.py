@@ -7,12 +7,10 @@ is what ends before a ``</think>``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from penstock.tools.parsers.base import ParsedTurn
 from penstock.tools.parsers.json_call import read_call_list
-from penstock.tools.parsers.turn import read_unmarked
+from penstock.tools.parsers.turn import Tools, read_unmarked
 
 SHAPE = 'calls are written [{"name": ..., "arguments": {...}}, ...]'
 _GAP = r"\s{0,32}"
@@ -25,5 +23,5 @@ _LIST = re.compile(
 class XlamParser:
     opening, closing = "", ""
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedTurn:
+    def parse(self, text: str, tools: Tools = ()) -> ParsedTurn:
         return read_unmarked(text, _LIST, SHAPE, read_call_list)
