@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.common import atomic_path
 from penstock.datasets.arithmetic import evaluate, in_range
 
 Row = dict[str, Any]
@@ -39,6 +40,5 @@ def write_parquet(rows: Sequence[Row], path: Path) -> None:
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(pa.Table.from_pylist(list(rows)), partial)
-    partial.replace(path)
+    with atomic_path(path) as partial:
+        pq.write_table(pa.Table.from_pylist(list(rows)), partial)

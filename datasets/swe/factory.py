@@ -209,7 +209,7 @@ class Factory:
 
     async def _try(self, mutation: Mutation, probe: SweTask, mutants: TreeStore) -> Fields | None:
         """The task, where the mutant makes one."""
-        broken = {**self._package.files, mutation.path: mutation.apply(self._package.files[mutation.path])}
+        broken = {**self._package.files, mutation.path: mutation.edit.apply(self._package.files[mutation.path])}
         name = _name_of(mutation)
         patch = mutants.diff(probe.base_commit or "", mutants.commit(name, broken))
         result = await grade(self._sandbox, replace(probe, instance_id=name), patch, self._quick)

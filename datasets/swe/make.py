@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.datasets.swe.factory import Factory, FactorySettings
+from penstock.datasets.swe.factory import Factory, FactorySettings, Report
 from penstock.datasets.swe.package import PackageError, read_package, write_box_packages
 from penstock.datasets.swe.rows import BadFile, Fields, write_split
 from penstock.sandbox import Sandbox, SandboxConfig
 from penstock.sandbox.swe import TaskCheck, check_task, load_tasks
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -94,9 +94,7 @@ def swapped_arguments(node: ast.AST, source: Source) -> Iterator[Edit]:
     first, second = node.args[:2]
     if isinstance(first, ast.Starred) or isinstance(second, ast.Starred) or source.text(first) == source.text(second):
         return
-    _, between = source.between(first, second)
-    swapped = source.text(second) + between + source.text(first)
-    yield Edit(source.span(first)[0], source.span(second)[1], swapped)
+    yield _turned_round(first, second, source)
 
 
 def wrong_function(node: ast.AST, source: Source) -> Iterator[Edit]:
@@ -115,6 +113,11 @@ def _operator(source: Source, left: ast.AST, right: ast.AST, pattern: str, other
     match = re.fullmatch(rf"([\s()]*)({pattern})([\s()]*)", gap)
     if match:
         yield Edit(start + match.start(2), start + match.end(2), other)
+
+
+def _turned_round(first: ast.expr, second: ast.expr, source: Source) -> Edit:
+    _, between = source.between(first, second)
+    return Edit(source.span(first)[0], source.span(second)[1], source.text(second) + between + source.text(first))
 
 
 def _is_text(*nodes: ast.AST) -> bool:
@@ -163,10 +166,7 @@ def wrong_return(node: ast.AST, source: Source) -> Iterator[Edit]:
         and len(value.elts) == 2
         and not any(isinstance(one, ast.Starred) for one in value.elts)
     ):
-        first, second = value.elts
-        _, between = source.between(first, second)
-        swapped = source.text(second) + between + source.text(first)
-        yield Edit(source.span(first)[0], source.span(second)[1], swapped)
+        yield _turned_round(*value.elts, source)
     else:
         yield Edit(*span, "None")
 
@@ -215,9 +215,6 @@ class Mutation:
     line: int
     edit: Edit
 
-    def apply(self, data: bytes) -> bytes:
-        return self.edit.apply(data)
-
 
 def mutations(path: str, data: bytes) -> list[Mutation]:
     """All of a file, in the order of its text, each of which parses and is another program. None of a file that is
@@ -234,7 +231,7 @@ def mutations(path: str, data: bytes) -> list[Mutation]:
         for kind, mutator in MUTATORS.items()
         for edit in mutator(node, source)
     ]
-    return [one for one in dict.fromkeys(candidates) if _is_another(one.apply(data), before)]
+    return [one for one in dict.fromkeys(candidates) if _is_another(one.edit.apply(data), before)]
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.common import write_atomically
 from penstock.common.parquet import BadParquet, parquet_rows
 from penstock.datasets.rows import Row, write_parquet
 from penstock.sandbox.swe import SweTask, SweTaskError
@@ -139,7 +140,5 @@ def write_split(tasks: Sequence[Fields], out: Path, split: str) -> Path:
     rows = [dataset_row(fields, split, index) for index, fields in enumerate(tasks)]
     path = out / f"{split}.parquet"
     write_parquet(rows, path)
-    partial = out / f".{split}.jsonl.partial"
-    partial.write_text("".join(json.dumps(fields, sort_keys=True) + "\n" for fields in tasks), encoding="utf-8")
-    partial.replace(out / f"{split}.jsonl")
+    write_atomically(out / f"{split}.jsonl", "".join(json.dumps(fields, sort_keys=True) + "\n" for fields in tasks))
     return path

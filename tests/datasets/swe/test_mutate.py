@@ -48,7 +48,7 @@ def of(kind: str, text: str) -> list[Mutation]:
 @pytest.mark.parametrize(("kind", "body", "expected"), CASES)
 def test_a_mistake_of_its_kind(kind, body, expected):
     text = f"def f(a, b, c):\n    {body}\n"
-    changed = {one.apply(text.encode()).decode() for one in of(kind, text)}
+    changed = {one.edit.apply(text.encode()).decode() for one in of(kind, text)}
     assert changed == {f"def f(a, b, c):\n    {one}\n" for one in expected}
 
 
@@ -86,7 +86,7 @@ async def later(é):
 def test_only_code_is_changed_and_all_of_it_parses():
     found = mutations("box.py", SOURCE.encode())
     for one in found:
-        changed = one.apply(SOURCE.encode()).decode()
+        changed = one.edit.apply(SOURCE.encode()).decode()
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(SOURCE))
     lines = {(one.function, one.line) for one in found}
     assert {name for name, _ in lines} == {"Box.full", "Box.take", "later"}
@@ -98,7 +98,7 @@ def test_only_code_is_changed_and_all_of_it_parses():
         'return é == "ü" and é != "ö"',
     }
     assert 'return é == "ü" or é != "ö"' in {
-        one.apply(SOURCE.encode()).decode().splitlines()[-1].strip() for one in found
+        one.edit.apply(SOURCE.encode()).decode().splitlines()[-1].strip() for one in found
     }
 
 
