@@ -60,19 +60,22 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def small(out: Path, _: Path | None) -> dict[Path, str]:
     """The questions of this folder; every fifth one is for evaluation."""
     lines = (CORPUS / "questions.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [small_row(json.loads(line), index) for index, line in enumerate(lines)]
-    splits = {"train": [row for row in rows if not held_out(row)], "eval": [row for row in rows if held_out(row)]}
+    return save_splits([small_row(json.loads(line), index) for index, line in enumerate(lines)], out)
+
+
+def split_of(index: int) -> str:
+    return "eval" if index % 5 == 4 else "train"
+
+
+def save_splits(rows: Sequence[Row], out: Path) -> dict[Path, str]:
+    splits = {name: [row for row in rows if row["extra_info"]["split"] == name] for name in ("train", "eval")}
     return {path: save(path, split) for name, split in splits.items() for path in [out / f"{name}.parquet"]}
-
-
-def held_out(row: Row) -> bool:
-    return bool(row["extra_info"]["index"] % 5 == 4)
 
 
 def small_row(entry: Mapping[str, Any], index: int) -> Row:
     """`articles`: titles of the passages that hold the answer, in the order in which one finds them."""
-    split = "eval" if index % 5 == 4 else "train"
-    return row(entry["question"], entry["answers"], "searchR1_small", split, index, articles=entry["articles"])
+    source, articles = "searchR1_small", entry["articles"]
+    return row(entry["question"], entry["answers"], source, split_of(index), index, articles=articles)
 
 
 def nq_hotpotqa(out: Path, folder: Path | None) -> dict[Path, str]:
@@ -140,9 +143,7 @@ class Fact:
 def two_hops(out: Path, _: Path | None) -> dict[Path, str]:
     """Questions that need two searches, every fifth one for evaluation, and conversations for the cold start."""
     facts = corpus_facts()
-    rows = [two_hop_row(first, second, index) for index, (first, second) in enumerate(chains(facts))]
-    splits = {"train": [row for row in rows if not held_out(row)], "eval": [row for row in rows if held_out(row)]}
-    written = {path: save(path, split) for name, split in splits.items() for path in [out / f"{name}.parquet"]}
+    written = save_splits([two_hop_row(*pair, index) for index, pair in enumerate(chains(facts))], out)
     invent = Inventor(facts, Random(0))
     lines = [json.dumps({"messages": invent.conversation()}, ensure_ascii=False) for _ in range(3000)]
     path = out / "conversations.jsonl"
@@ -186,8 +187,8 @@ def two_hop_question(first: Fact, second: Fact) -> str:
 
 def two_hop_row(first: Fact, second: Fact, index: int) -> Row:
     """Without a system prompt: each token of the context counts for a model that small."""
-    question, split = two_hop_question(first, second), "eval" if index % 5 == 4 else "train"
-    plain = row(question, [second.value], "searchR1_two_hops", split, index, articles=[first.article, second.article])
+    question, articles = two_hop_question(first, second), [first.article, second.article]
+    plain = row(question, [second.value], "searchR1_two_hops", split_of(index), index, articles=articles)
     return {**plain, "prompt": [{"role": "user", "content": question}]}
 
 
