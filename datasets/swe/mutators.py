@@ -166,7 +166,7 @@ def wrong_return(node: ast.AST, source: Source) -> Iterator[Edit]:
         and len(value.elts) == 2
         and not any(isinstance(one, ast.Starred) for one in value.elts)
     ):
-        yield _turned_round(*value.elts, source)
+        yield _turned_round(value.elts[0], value.elts[1], source)
     else:
         yield Edit(*span, "None")
 
