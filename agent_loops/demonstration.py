@@ -11,13 +11,12 @@ these two is refused: the model would learn other tokens than it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.chat.images import parts_of
-from penstock.agent_loops.chat.template import Message
+from penstock.agent_loops.chat.template import Message, Tools, first_difference
 from penstock.agent_loops.conversation import Conversation
 from penstock.agent_loops.errors import AgentError, TemplateError
 from penstock.agent_loops.segment import Budget
@@ -32,9 +31,7 @@ class BadDemonstration(AgentError):
     """A conversation cannot be trained on; the message says why."""
 
 
-def segments_of(
-    chat: ChatTokens, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
-) -> list[Segment]:
+def segments_of(chat: ChatTokens, messages: Sequence[Message], tools: Tools = ()) -> list[Segment]:
     """`messages` in OpenAI's form, arguments of calls as objects; `chat` is verified with `tools`.
 
     Raises `BadDemonstration`, and `TemplateError` where the template refuses them.
@@ -79,9 +76,7 @@ def _replies(messages: Sequence[Message]) -> list[int]:
     return numbers
 
 
-def _reply(
-    chat: ChatTokens, history: Sequence[Message], tools: Sequence[Mapping[str, Any]], new: Sequence[Message]
-) -> tuple[str, list[int]]:
+def _reply(chat: ChatTokens, history: Sequence[Message], tools: Tools, new: Sequence[Message]) -> tuple[str, list[int]]:
     """Returns the text and the ids, end included, that the model has to sample for the last message of `history`.
 
     `new` comes after it. Raises `BadDemonstration`, and `TemplateError` where a written reply does not lie between the
@@ -90,8 +85,7 @@ def _reply(
     opening = chat.rendering.prompt_text(history[:-1], tools)
     closed = chat.template.render(chat.template.fitted(history), tools, prompt=False)
     if not closed.startswith(opening):
-        pairs = enumerate(zip(opening, closed, strict=False))
-        at = next((place for place, (one, other) in pairs if one != other), min(len(opening), len(closed)))
+        at = first_difference(opening, closed)
         raise TemplateError(
             "the chat template opens a written reply otherwise than one that is to be sampled: it writes "
             f"{closed[at : at + SHOWN]!r} where a prompt has {opening[at : at + SHOWN]!r}. A template_settings entry "

@@ -10,11 +10,10 @@ begins with, in the prompt that shows the tools: nothing else says how the model
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, get_args
+from typing import get_args
 
-from penstock.agent_loops.chat.template import ChatTemplate
+from penstock.agent_loops.chat.template import ChatTemplate, Tools
 from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ParsedTurn, ParserName, ToolCall, ToolCallParser, get_parser
 
@@ -23,7 +22,6 @@ USER = {"role": "user", "content": "What is 2+2?"}
 PARAMETERS = {"type": "object", "properties": {"probe": {"type": "string", "description": "Where to look."}}}
 PROBE = {"type": "function", "function": {"name": "probe", "description": "Looks.", "parameters": PARAMETERS}}
 ARGUMENTS = {"probe": "1 < 2"}
-Tools = Sequence[Mapping[str, Any]]
 log = logging.getLogger(__name__)
 
 

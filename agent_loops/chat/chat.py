@@ -14,7 +14,7 @@ from penstock.agent_loops.chat.continuation import NUMBER
 from penstock.agent_loops.chat.images import NAMED, parts_of, take, with_images
 from penstock.agent_loops.chat.model_files import generation_stops, load_processor, load_tokenizer
 from penstock.agent_loops.chat.rendering import Rendering, key_of
-from penstock.agent_loops.chat.template import ChatTemplate, Message, dated
+from penstock.agent_loops.chat.template import ChatTemplate, Message, Tools, dated
 from penstock.agent_loops.chat.thinking import OldThinking, ThinkingHistory, thinks, written_again
 from penstock.agent_loops.config import AgentConfig
 from penstock.agent_loops.errors import AgentError, TemplateError
@@ -80,7 +80,7 @@ class ChatTokens:
         return len(self.encode(text))
 
     # what a loop calls ---------------------------------------------------------------------------------------------
-    def start(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> SegmentBuilder:
+    def start(self, messages: Sequence[Message], tools: Tools = ()) -> SegmentBuilder:
         """A new segment: the prompt by the chat template, up to the model's answer. Raises `TemplateError`."""
         self._tools.update({tool["function"]["name"]: tool for tool in tools if "function" in tool})
         if tools and isinstance(self.parser, NoParser):
@@ -118,7 +118,7 @@ class ChatTokens:
         """``thinking_history: strip`` asks for a new segment: before `messages` thinking in `context` is dropped."""
         return self._drops(messages) and thinks(self.decode(context))
 
-    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> tuple[int, ...]:
         """Ids of a conversation up to the model's answer. Raises `TemplateError`."""
         return tuple(self.rendering.prompt(key_of(messages, tools)))
 
@@ -138,7 +138,7 @@ class ChatTokens:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools = (),
         calls: Sequence[ToolCall] = (),
     ) -> MessageDelta:
         """The delta for further messages: end of the reply, the messages, opening of the next reply.
@@ -161,9 +161,7 @@ class ChatTokens:
         return delta[repeated or int(bool(delta) and delta[0] == last) :]
 
     # helpers -------------------------------------------------------------------------------------------------------
-    def _begin(
-        self, ids: Sequence[int], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
-    ) -> SegmentBuilder:
+    def _begin(self, ids: Sequence[int], messages: Sequence[Message], tools: Tools) -> SegmentBuilder:
         images, placeholders = self._images_of(messages), self.rendering.placeholders
         segment = SegmentBuilder(ids, self.budget, self.ends.stops, self.ends, images=images, placeholders=placeholders)
         segment.tools = tuple(tools)
@@ -215,7 +213,7 @@ class ChatTokens:
     def _cost(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
+        tools: Tools,
         calls: Sequence[ToolCall],
         *,
         renews: bool,

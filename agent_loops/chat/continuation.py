@@ -15,14 +15,12 @@ numbers the calls of a conversation (Cohere), as many calls stand before the mar
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from penstock.agent_loops.chat.template import MARK, ChatTemplate, Message
+from penstock.agent_loops.chat.template import MARK, ChatTemplate, Message, Tools
 from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ToolCall
 
-Tools = Sequence[Mapping[str, Any]]
 NUMBER = re.compile(r"[0-9]{1,3}")
 ASKS: Message = {"role": "user", "content": "x"}
 

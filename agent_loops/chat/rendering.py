@@ -11,12 +11,10 @@ from typing import Any
 from penstock.agent_loops.chat.continuation import Continuation
 from penstock.agent_loops.chat.images import ImagePlaces, Part, parts_of, take
 from penstock.agent_loops.chat.special_tokens import AddedTokens, any_of, defused, find_reply_ends
-from penstock.agent_loops.chat.template import ChatTemplate, Message
+from penstock.agent_loops.chat.template import ChatTemplate, Message, Tools
 from penstock.agent_loops.errors import TemplateError
 from penstock.agent_loops.segment import MessageDelta
 from penstock.tools.parsers import ToolCall
-
-Tools = Sequence[Mapping[str, Any]]
 
 
 class Rendering:

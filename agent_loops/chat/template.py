@@ -20,6 +20,8 @@ from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ToolCall
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]
+"""Definitions of tools, in OpenAI's form."""
 MARK = "REPLYMARKERQX"
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
@@ -78,7 +80,7 @@ class ChatTemplate:
         self.call_form = self._find_call_form()
         """None: the template writes no tool calls; they are part of a reply's text."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, prompt: bool) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = (), *, prompt: bool) -> str:
         """The conversation as text; `prompt` adds the opening of the next reply. Raises `TemplateError`."""
         try:
             text: str = self._tokenizer.apply_chat_template(
@@ -157,7 +159,7 @@ class ChatTemplate:
         takes_it = not (self.call_form and self.call_form.ids == "short") or SHORT_ID.fullmatch(call_id)
         return call_id if takes_it else xxhash.xxh3_64_hexdigest(call_id.encode())[:9]
 
-    def reply_with_call(self, tools: Sequence[Mapping[str, Any]], call: ToolCall) -> str | None:
+    def reply_with_call(self, tools: Tools, call: ToolCall) -> str | None:
         """Return a reply of one tool call as the template writes it, its end included; None if it writes none.
 
         Without the opening of a reply, as far as both agree: a prompt may open a thought that old turns show closed.
@@ -211,7 +213,7 @@ class ChatTemplate:
         as_json = [form for form, text in written if repr(arguments) not in text]
         return next(iter([*as_json, *(form for form, _ in written)]), None)
 
-    def _forms_written(self, call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> list[tuple[CallForm, str]]:
+    def _forms_written(self, call: ToolCall, tools: Tools) -> list[tuple[CallForm, str]]:
         written = []
         for form in CALL_FORMS:
             messages = [{"role": "user", "content": "x"}, self.call_message([call], form=form)]
@@ -230,10 +232,15 @@ def _line_of(error: UndefinedError) -> int:
     return next((frame.lineno or 0 for frame in reversed(frames) if frame.filename == "<template>"), 0)
 
 
+def first_difference(one: str, other: str) -> int:
+    """The index at which they differ; the shorter one's length if it begins the other."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def shared_length(opening: str, closed: str) -> int:
     """Length of the common beginning. It cuts no tag in two: `<think>` and `<tool_call>` begin alike."""
-    pairs = enumerate(zip(opening, closed, strict=False))
-    shared = next((at for at, (one, other) in pairs if one != other), min(len(opening), len(closed)))
+    shared = first_difference(opening, closed)
     if shared == len(opening):
         return shared
     tag = max(closed.rfind("<", 0, shared), closed.rfind("[", 0, shared))

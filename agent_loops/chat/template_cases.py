@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.chat.images import take, with_images
-from penstock.agent_loops.chat.template import ChatTemplate, Message, shared_length
+from penstock.agent_loops.chat.template import ChatTemplate, Message, Tools, shared_length
 from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ToolCall
 
-Tools = Sequence[Any]
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: Message = {"role": "user", "content": "What is 2+2? Ünïcode: 数 🙂"}
 AGAIN: Message = {"role": "user", "content": "And 3+3?"}

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from penstock.agent_loops.chat.continuation import ASKS, Tools
+from penstock.agent_loops.chat.continuation import ASKS
 from penstock.agent_loops.chat.template import ChatTemplate, Message
 from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ParsedTurn
@@ -45,7 +45,7 @@ class OldThinking:
         self._template = template
         self._dropped: dict[tuple[str, ...], bool] = {}
 
-    def is_dropped_before(self, messages: Sequence[Message], tools: Tools = ()) -> bool:
+    def is_dropped_before(self, messages: Sequence[Message]) -> bool:
         """The template leaves out the thinking of the reply before such messages; False if it refuses them."""
         roles = tuple(dict.fromkeys(str(message.get("role")) for message in messages))
         if roles not in self._dropped:

@@ -18,12 +18,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 from penstock.agent_loops.chat.calls import PROBE, check_calls_are_read
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.chat.images import take
-from penstock.agent_loops.chat.template import Message, shared_length
+from penstock.agent_loops.chat.template import Message, Tools, first_difference, shared_length
 from penstock.agent_loops.chat.template_cases import (
     PLAIN,
     RESULT,
@@ -36,7 +35,6 @@ from penstock.agent_loops.chat.template_cases import (
 from penstock.agent_loops.errors import TemplateError
 from penstock.tools.parsers import ParsedTurn, ToolCall
 
-Tools = Sequence[Any]
 ASKED = "ASKED4712"
 MOVED_CHARS = 20
 
@@ -233,7 +231,7 @@ def _moved(chat: ChatTokens, tools: Tools, case: TemplateCase, delta: str) -> st
             "".join(text_of(chat, tools, messages).split())
             for messages in (case.history[:-1], [*case.history, *case.new])
         )
-        at = _first_difference(before, after)
+        at = first_difference(before, after)
         taken = before[at : at + MOVED_CHARS]
         if len(taken) < MOVED_CHARS or taken not in "".join(delta.split()):
             return ""
@@ -341,12 +339,7 @@ def _check_results(chat: ChatTokens, tools: Tools, findings: _Findings) -> None:
         )
 
 
-def _first_difference(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
 def _difference(spliced: str, expected: str) -> str:
-    at = _first_difference(spliced, expected)
+    at = first_difference(spliced, expected)
     window = slice(max(0, at - 30), at + 60)
     return f"at character {at} the splice has {spliced[window]!r}, the template {expected[window]!r}"
