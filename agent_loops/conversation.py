@@ -8,13 +8,12 @@ restart    start ─► reply ─► restart ┄► new segment ─► reply ─
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any
 
 from penstock.agent_loops.chat.chat import ChatTokens
-from penstock.agent_loops.chat.template import Message
-from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentLoopOutput, SegmentBuilder
+from penstock.agent_loops.chat.template import Message, Tools
+from penstock.agent_loops.segment import AgentLoopOutput, SegmentBuilder
 from penstock.rollout_server import Generation
 from penstock.transfer_queue import Outcome
 
@@ -22,7 +21,7 @@ from penstock.transfer_queue import Outcome
 class Conversation:
     """A conversation of several turns. The next reply goes to `segment`; `outputs` are the loop's result."""
 
-    def __init__(self, chat: ChatTokens, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, chat: ChatTokens, messages: Sequence[Message], tools: Tools = ()) -> None:
         """Raises `TemplateError`."""
         self._chat = chat
         self._tools = tools
@@ -59,7 +58,7 @@ class Conversation:
         """
         spoken = [segment for segment in self._segments if segment.num_turns] or self._segments[:1]
         if outcome is None and spoken[-1] is not self.segment:
-            outcome = TRUNCATED_TURNS if self._chat.budget.turns_left == 0 else TRUNCATED_LENGTH
+            outcome = self._chat.budget.truncation
         outcomes = [*([None] * (len(spoken) - 1)), outcome]
         rewards = iter(turn_rewards)
         return [

@@ -86,6 +86,11 @@ class Budget:
     def turns_left(self) -> int:
         return max(0, self.max_turns - self.turns)
 
+    @property
+    def truncation(self) -> Outcome:
+        """The outcome of what ends for want of turns or of room."""
+        return TRUNCATED_TURNS if self.turns_left == 0 else TRUNCATED_LENGTH
+
 
 @dataclass(frozen=True, slots=True)
 class ReplyEnds:
@@ -288,7 +293,7 @@ class SegmentBuilder:
             return TRUNCATED_LENGTH
         if self._row.ends_sampled or not self._row.mask:
             return COMPLETED
-        return TRUNCATED_TURNS if self.budget.turns_left == 0 else TRUNCATED_LENGTH
+        return self.budget.truncation
 
 
 def last_answer(output: Segment) -> list[int]:

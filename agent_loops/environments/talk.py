@@ -14,7 +14,7 @@ from typing import Any
 from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.chat.chat import ChatTokens
 from penstock.agent_loops.conversation import Conversation
-from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentLoopOutput, SegmentBuilder
+from penstock.agent_loops.segment import AgentLoopOutput, SegmentBuilder
 from penstock.rollout_server import Generation
 from penstock.transfer_queue import Outcome
 
@@ -60,12 +60,8 @@ class WindowedTalk:
     def outputs(self, outcome: Outcome | None, turn_rewards: Sequence[float]) -> list[AgentLoopOutput]:
         spoken = [segment for segment in self._segments if segment.num_turns]
         outputs = [one.output(turn_rewards=[reward]) for one, reward in zip(spoken, turn_rewards, strict=True)]
-        return [*outputs[:-1], replace(outputs[-1], outcome=outcome or self._ending(outputs[-1].outcome))]
-
-    def _ending(self, own: Outcome) -> Outcome:
-        if self._chat.budget.turns_left == 0:
-            return TRUNCATED_TURNS
-        return TRUNCATED_LENGTH if self.done else own
+        ending = self._chat.budget.truncation if self.done else outputs[-1].outcome
+        return [*outputs[:-1], replace(outputs[-1], outcome=outcome or ending)]
 
     def _next(self) -> SegmentBuilder:
         memory = self._memory()

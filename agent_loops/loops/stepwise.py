@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.agent_loops.base import AgentLoopBase
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.loops.react import final_answer, read_settings
-from penstock.agent_loops.segment import TRUNCATED_LENGTH, TRUNCATED_TURNS, AgentLoopOutput
+from penstock.agent_loops.segment import AgentLoopOutput
 from penstock.tools import ToolResult
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import Task
@@ -82,8 +82,7 @@ class StepwiseLoop(AgentLoopBase):
                 return outputs
         if not outputs:
             raise InfraFailure("loop", "the budget leaves no room for a single turn")
-        outcome = TRUNCATED_TURNS if self.chat.budget.turns_left == 0 else TRUNCATED_LENGTH
-        return [*outputs[:-1], replace(outputs[-1], outcome=outcome)]
+        return [*outputs[:-1], replace(outputs[-1], outcome=self.chat.budget.truncation)]
 
     async def _step(self, task: Task, history: list[Step]) -> AgentLoopOutput | None:
         """One turn; a turn that called tools joins the history, unless a result of them is final.
