@@ -26,14 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from penstock.agent_loops.base import WorkerServices
 from penstock.agent_loops.environments.loop import EnvironmentLoop, within
 from penstock.agent_loops.environments.protocol import COMPONENT, Environment, EnvStep, InvalidAction, StepFailed
 from penstock.agent_loops.environments.settings import EnvironmentSettings, GymnasiumSettings
 from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.journal import EpisodeJournal
 from penstock.common import describe_exit, environment_without_secrets, guard_command
-from penstock.transfer_queue import Lease, Task
+from penstock.transfer_queue import Task
 
 HOST = Path(__file__).with_name("host.py")
 MAX_LINE_BYTES = 16 << 20
@@ -47,10 +45,6 @@ class GymnasiumLoop(EnvironmentLoop):
 
     settings_kind: ClassVar[type[EnvironmentSettings]] = GymnasiumSettings
     settings: GymnasiumSettings
-
-    def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
-        super().equip(services, lease, journal)
-        self._services = services
 
     async def open(self, task: Task, options: dict[str, Any]) -> Environment:
         """Open an environment on the worker's host of this kind; the first episode starts the host."""

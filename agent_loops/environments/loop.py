@@ -31,7 +31,6 @@ from penstock.agent_loops.tracing import span
 from penstock.rollout_server import Generation
 from penstock.transfer_queue import COMPLETED, Lease, Outcome, OutcomeKind, Task
 
-THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
 TRIMMED = " \t\n\r\"'`.,:;!*[]()"
 """Around an action's name."""
 SHARE_OF_DEADLINE = 0.9
@@ -72,7 +71,7 @@ class EnvironmentLoop(AgentLoopBase):
 
     def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
         super().equip(services, lease, journal)
-        self._deadline_s = services.config.episode_deadline_s
+        self._services, self._lease = services, lease
 
     @abstractmethod
     async def open(self, task: Task, options: dict[str, Any]) -> Environment:
@@ -88,7 +87,8 @@ class EnvironmentLoop(AgentLoopBase):
         self._turns = PlayedTurns()
 
     async def run(self, task: Task) -> list[AgentLoopOutput]:
-        limit_s = min(self.settings.max_seconds or math.inf, self._deadline_s * SHARE_OF_DEADLINE)
+        deadline_s = self._services.config.episode_deadline_s
+        limit_s = min(self.settings.max_seconds or math.inf, deadline_s * SHARE_OF_DEADLINE)
         outcome: Outcome | None
         try:
             async with asyncio.timeout(limit_s) as deadline:
@@ -161,7 +161,7 @@ class EnvironmentLoop(AgentLoopBase):
 
     def _action(self, reply: Generation) -> tuple[str | None, str]:
         """The action (None: there is none), and the answer's words without thoughts."""
-        answer = THOUGHT.sub("", self.chat.decode(reply.token_ids, special=False)).strip()[:4000]
+        answer = self.chat.decode(reply.token_ids, special=False).rpartition("</think>")[2].strip()[:4000]
         action: str | None = answer
         if self.settings.action_pattern:
             matches = list(self._pattern.finditer(answer))

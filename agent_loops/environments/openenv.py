@@ -19,15 +19,13 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from penstock.agent_loops.base import WorkerServices
 from penstock.agent_loops.environments.loop import EnvironmentLoop, within
 from penstock.agent_loops.environments.protocol import COMPONENT, Environment, EnvStep, InvalidAction, StepFailed
 from penstock.agent_loops.environments.settings import EnvironmentSettings, OpenEnvSettings
 from penstock.agent_loops.environments.shapes import MAX_OBSERVATION_CHARS
 from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.journal import EpisodeJournal
 from penstock.common import Backoff
-from penstock.transfer_queue import Lease, Task
+from penstock.transfer_queue import Task
 
 CLOSE_DEADLINE_S = 3.0
 BACKOFF = Backoff(0.2, 5.0)
@@ -39,14 +37,10 @@ class OpenEnvLoop(EnvironmentLoop):
     settings_kind: ClassVar[type[EnvironmentSettings]] = OpenEnvSettings
     settings: OpenEnvSettings
 
-    def equip(self, services: WorkerServices, lease: Lease, journal: EpisodeJournal) -> None:
-        super().equip(services, lease, journal)
-        self._services, self._episode = services, lease.episode_id
-
     async def open(self, task: Task, options: dict[str, Any]) -> Environment:
         url = self.settings.url.rstrip("/")
         server: OpenEnvServer = self._services.shared.get(("openenv", url), lambda: OpenEnvServer(url))
-        return ServedEnvironment(server, self._episode, options, self.settings)
+        return ServedEnvironment(server, self._lease.episode_id, options, self.settings)
 
 
 class OpenEnvServer:

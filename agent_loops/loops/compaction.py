@@ -13,7 +13,6 @@ the return of each of its segments.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,8 +31,6 @@ REQUEST = (
     "The conversation is about to be replaced by a summary of it. Write that summary now, without calling a tool: what"
     " was found, what was tried, and what remains to be done."
 )
-THOUGHT = re.compile(r"^.*</think>", re.DOTALL)
-"""Matches the thinking before a summary, which is not part of it."""
 
 
 class CompactionSettings(ReactSettings):
@@ -77,7 +74,7 @@ class CompactionLoop(AgentLoopBase):
             if talk.done:
                 return  # the budget has no room for a summary
             answer = await self.llm.generate(talk.segment, max_new_tokens=self.settings.max_summary_tokens)
-            summary = THOUGHT.sub("", self.chat.decode(answer.token_ids, special=False)).strip()
+            summary = self.chat.decode(answer.token_ids, special=False).rpartition("</think>")[2].strip()
             talk.restart(with_summary(task.messages, f"{self.settings.heading}\n{summary}"))
 
         return (await react(self, talk, self.settings, go_on)).outputs
