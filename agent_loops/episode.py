@@ -30,7 +30,7 @@ from penstock.agent_loops.rescore import PROGRAM, TOOL_REWARD, reward_facts
 from penstock.agent_loops.segment import TRUNCATED_DEADLINE, AgentLoopOutput
 from penstock.agent_loops.sources import services_of
 from penstock.agent_loops.tool_runner import ToolBox
-from penstock.agent_loops.tracing import EpisodeSpans, Trace, begin_trace, episode_spans, span, trajectory_facts
+from penstock.agent_loops.tracing import Trace, begin_trace, episode_spans, span, trajectory_facts
 from penstock.common import USERS_FAULTS, describe_error
 from penstock.common.errors import defined_at
 from penstock.tools import call_users
@@ -61,9 +61,8 @@ class Episode:
         """The outcome reported to the queue. Raises `QueueError` (lease lost, queue gone) and `CancelledError`."""
         spans = episode_spans(self._lease, self._services.worker)
         self._trace = begin_trace(self._services.on_span, spans, self._lease.episode_id, self._services.on_use)
-        return await (self._run() if spans is None else self._run_traced(spans))
-
-    async def _run_traced(self, spans: EpisodeSpans) -> Outcome:
+        if spans is None:
+            return await self._run()
         cause = "stopped"
         try:
             outcome = await self._run()

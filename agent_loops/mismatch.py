@@ -13,14 +13,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from penstock.agent_loops.segment import AgentLoopOutput
 
 Mismatch = Literal["retokenised", "retemplated", "rewritten"]
-KINDS: tuple[Mismatch, ...] = ("retokenised", "retemplated", "rewritten")
 Decode = Callable[[Sequence[int]], str]
 WORD = re.compile(r"\w+")
 
@@ -61,7 +60,7 @@ def continuity(outputs: Sequence[AgentLoopOutput], decode: Decode, opening_token
         refilled += len(output.prompt_ids) - shared
     return {
         "merged_turns": merged,
-        **{f"mismatch/{kind}": float(kinds[kind]) for kind in KINDS},
+        **{f"mismatch/{kind}": float(kinds[kind]) for kind in get_args(Mismatch)},
         "repeated_tokens": float(repeated),
         "refilled_tokens": float(refilled),
     }

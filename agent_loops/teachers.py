@@ -36,7 +36,7 @@ from penstock.agent_loops.prompt_logprobs import (
     read_prompt,
 )
 from penstock.agent_loops.tracing import span
-from penstock.common import Backoff, gather_or_cancel, retry
+from penstock.common import Backoff, bearer_headers, gather_or_cancel, retry
 from penstock.tools import MAX_ANSWER_BYTES, JsonClient, ToolInfraError, ToolUnavailable
 from penstock.transfer_queue import Segment, Task, Trajectory
 
@@ -229,8 +229,7 @@ class Teacher:
         return await self._http.ask("POST", url, headers=self._headers(), body=dict(body), most_bytes=most_bytes)
 
     def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self._config.key_variable, "") if self._config.key_variable else ""
-        return {"Authorization": f"Bearer {key}"} if key else {}
+        return bearer_headers(os.environ.get(self._config.key_variable, ""))
 
 
 class Teachers:

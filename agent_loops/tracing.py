@@ -30,7 +30,6 @@ OnSpan = Callable[[str, str, float], None]
 OnUse = Callable[[str, str, float], None]
 """(episode, resource, amount)"""
 _CURRENT: ContextVar[Trace | None] = ContextVar("trace of the episode", default=None)
-NAMES = {"model": "generate", "tool": "tool", "reward": "reward", "sandbox": "sandbox"}
 _TURN: ContextVar[_Turn | None] = ContextVar("turn of the episode", default=None)
 
 
@@ -173,7 +172,8 @@ class EpisodeSpans:
         parent = around or (turn.span.context if turn is not None else self.root.context)
         operation = {"model": "text_completion", "tool": "execute_tool"}.get(kind)
         facts = {**self._facts, "operation": operation, "tool": name if kind == "tool" else None}
-        opened = start_span(f"{NAMES.get(kind, kind)} {name}".strip(), parent, facts)
+        doing = "generate" if kind == "model" else kind
+        opened = start_span(f"{doing} {name}".strip(), parent, facts)
         try:
             with use_span(opened):
                 yield opened

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from penstock.tools import UserThreads
 Value = float | Mapping[str, Any]
 """A finite number, or a mapping with ``score``; its other numbers become metrics."""
 PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 log = logging.getLogger(__name__)
 
 

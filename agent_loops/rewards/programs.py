@@ -25,10 +25,9 @@ from typing import Any, Literal
 
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.rewards.assertions import Assertion, BadAssertion
-from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
+from penstock.agent_loops.rewards.base import THINKING, Answer, BaseReward, Value
 from penstock.sandbox import RunResult, Sandbox, Session
 
-THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 FENCED = re.compile(r"```(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 

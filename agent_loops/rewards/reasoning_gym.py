@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.agent_loops.errors import InfraFailure
-from penstock.agent_loops.rewards.base import Answer, BaseReward, Value
+from penstock.agent_loops.rewards.base import THINKING, Answer, BaseReward, Value
 from penstock.agent_loops.rewards.maths import LineProcesses, ProcessEnded
 from penstock.sandbox import RunResult, Sandbox
 
 PROGRAM = Path(__file__).with_name("reasoning_gym_process.py")
 MODULE = "penstock.agent_loops.rewards.reasoning_gym_process"
-THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
 MAX_ANSWER_CHARS = 100_000
 

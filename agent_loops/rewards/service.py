@@ -14,6 +14,7 @@ from typing import Any
 
 from penstock.agent_loops.errors import InfraFailure
 from penstock.agent_loops.tracing import use
+from penstock.common import bearer_headers
 from penstock.tools import BaseTool, JsonClient, ToolConfig, ToolGuard, ToolResult
 
 
@@ -91,8 +92,7 @@ class ScoreService(BaseTool):
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
         await self._pace.turn()
         use("judged_calls", 1)
-        key = os.environ.get(self._key_variable, "") if self._key_variable else ""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = bearer_headers(os.environ.get(self._key_variable, ""))
         answer = await self._http.ask("POST", self._url, headers=headers, body=dict(arguments))
         try:
             return ToolResult(self._read(answer))
