@@ -100,14 +100,15 @@ async def test_a_session_of_weights_that_were_saved_over_samples_no_others(servi
         lora=LoraSettings(),
         base_model=NAME,
     )
-    await service.queue.requests.put(checkpoint.record(checkpoint.path))
-    words = {"session_id": session, "model_path": checkpoint.path}
+    path = str(checkpoint.path)
+    await service.queue.requests.put(checkpoint.record(path))
+    words = {"session_id": session, "model_path": path}
     old = (await client.post("create_sampling_session", **words, sampling_session_seq_id=0))["sampling_session_id"]
     async with sample_runner(service, tiny_model) as runner:
         before = await ask(client, old)
         await runner._look()
         again = checkpoint.model_copy(update={"created": 2.0})
-        await service.queue.requests.put(again.record(again.path))
+        await service.queue.requests.put(again.record(path))
         new = (await client.post("create_sampling_session", **words, sampling_session_seq_id=1))["sampling_session_id"]
         after, newer = await ask(client, old, number=1), await ask(client, new)
         await runner._look()
