@@ -35,15 +35,13 @@ from penstock.transfer_queue import (
     NoSuchRun,
     QueueError,
     QueueUnavailable,
-    RedisServer,
-    RedisTransferQueue,
     TransferQueue,
     TransferQueueConfig,
 )
 from penstock.transfer_queue.redis import ROLES, USERS_VERSION, find_redis_server, role_users
 
 if TYPE_CHECKING:
-    from penstock.transfer_queue import Archive
+    from penstock.transfer_queue import Archive, RedisServer, RedisTransferQueue
 
 logger = logging.getLogger("penstock.run")
 URL_VARIABLE = "PENSTOCK_QUEUE"
@@ -127,6 +125,8 @@ class RunConnection:
     async def connect(
         self, settings: TransferQueueConfig = TransferQueueConfig(), archive: Archive | None = None
     ) -> RedisTransferQueue:
+        from penstock.transfer_queue import RedisTransferQueue  # a third of what `penstock --help` loads
+
         return await RedisTransferQueue.connect(
             self.url, run=self.run, config=settings, password=self.password, username=self.username, archive=archive
         )
@@ -239,6 +239,8 @@ async def own_redis(
 
     The task starts it again when it dies, and ends by raising `RedisLost`.
     """
+    from penstock.transfer_queue import RedisServer
+
     password = secrets.token_urlsafe(32)
     binary = await asyncio.to_thread(find_redis_server)
     roles: dict[str, str] = {}

@@ -29,8 +29,8 @@ MODELS = "torch safetensors vllm"
 @pytest.mark.parametrize(
     ("code", "forbidden"),
     [
-        ("import penstock.deploy.cli", MODELS),
-        (HELP, MODELS),
+        ("import penstock.deploy.cli", f"{MODELS} redis aiohttp fastapi pyarrow"),
+        (HELP, f"{MODELS} redis"),
         ("import penstock.agent_loops.worker, penstock.tools.registry, penstock.sandbox.make", MODELS),
         ("import penstock.transfer_queue.redis.queue, penstock.rollout_server.client.client", MODELS),
         ("import penstock.rollout_server.server.process", MODELS),

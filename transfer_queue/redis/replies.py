@@ -43,6 +43,7 @@ from penstock.transfer_queue.errors import (
 from penstock.transfer_queue.ledger import Fate, LedgerEntry, UsageReport
 from penstock.transfer_queue.metrics import deciles
 from penstock.transfer_queue.redis.keys import LAYOUT
+from penstock.transfer_queue.redis.server_config import FLOOR_VERSION
 from penstock.transfer_queue.status import EPISODE_TOTALS, Status
 from penstock.transfer_queue.turns import TurnHolder, TurnReport, Turns
 from penstock.transfer_queue.types import DeadLetter, JournalEntry, Lease, Limits, Origin
@@ -260,9 +261,6 @@ def check_passing(error: Exception, where: str) -> None:
     if isinstance(error, NoPermissionError) or "The user executing the script can't" in str(error):
         raise QueueError(f"{where}: {error}; what each role may do: page 'Launching', Rights per role") from error
     raise QueueError(text if code == "QUEUE" else f"{where}: {error}") from error
-
-
-FLOOR_VERSION = (6, 2)
 
 
 def check_server(info: Mapping[str, Any], where: str) -> None:

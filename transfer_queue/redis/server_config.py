@@ -24,10 +24,11 @@ from urllib.parse import quote
 
 from penstock.common import environment_without_secrets
 from penstock.transfer_queue.errors import QueueError
-from penstock.transfer_queue.redis.replies import FLOOR_VERSION
 
 SOCKET_PATH_LIMIT = 107
 """Bytes that the kernel allows in the path of a unix socket."""
+FLOOR_VERSION = (6, 2)
+"""The oldest Redis that has every command of the scripts."""
 USERS_VERSION = (7, 0)
 """Redis that knows rights to read only (%R~)."""
 PORTS = range(10_000, 32_768)
