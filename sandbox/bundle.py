@@ -5,9 +5,11 @@ Compiling them anew in every box would cost about as much CPU as everything else
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from penstock.sandbox.protocol import SandboxError
@@ -69,12 +71,12 @@ def compile_driver(python: str, modules: tuple[str, ...] = MODULES) -> bytes:
 
 
 def driver_command(python: str, settings: dict[str, object], blob_fd: str) -> list[str]:
-    """Argument vector of the driver; descriptor 0 must be its control socket, `blob_fd` a fresh `open_blob`."""
+    """Argument vector of the driver; descriptor 0 must be its control socket, `blob_fd` one of `open_blobs`."""
     return [python, "-I", "-S", "-c", _FROM_FILE + _BOOT, json.dumps(settings), blob_fd]
 
 
 def zygote_command(python: str, settings: dict[str, object]) -> list[str]:
-    """Argument vector of the zygote: ``{0}`` is a fresh `open_blob` of `ZYGOTE_MODULES`, ``{1}`` its socket."""
+    """Argument vector of the zygote: ``{0}`` is one of `open_blobs` with `ZYGOTE_MODULES`, ``{1}`` its socket."""
     return [*driver_command(python, settings, "{0}"), "{1}"]
 
 
@@ -93,9 +95,16 @@ def _sources(modules: tuple[str, ...]) -> bytes:
     return json.dumps([(name, (folder / f"{name}.py").read_text(encoding="utf-8")) for name in modules]).encode()
 
 
-def open_blob(content: bytes) -> int:
-    """A file in memory that a started process reads from its beginning; the caller closes it."""
-    fd = os.memfd_create("penstock", os.MFD_CLOEXEC)
-    os.write(fd, content)
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
+@contextlib.contextmanager
+def open_blobs(contents: Iterable[bytes]) -> Iterator[list[int]]:
+    """Descriptors of files in memory that a started process reads from their beginning."""
+    blobs: list[int] = []
+    try:
+        for content in contents:
+            blobs.append(os.memfd_create("penstock", os.MFD_CLOEXEC))
+            os.write(blobs[-1], content)
+            os.lseek(blobs[-1], 0, os.SEEK_SET)
+        yield blobs
+    finally:
+        for blob in blobs:
+            os.close(blob)

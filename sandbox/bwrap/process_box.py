@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
 from penstock.common import Backoff
 from penstock.sandbox.box import Box, BoxEnded
-from penstock.sandbox.bundle import open_blob
+from penstock.sandbox.bundle import open_blobs
 from penstock.sandbox.bwrap.cgroups import Cgroup
 from penstock.sandbox.protocol import SandboxError
 
@@ -23,7 +23,7 @@ EXIT_POLL = Backoff(0.001, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class BoxCommand:
-    """The command line of one box. An argument ``{0}``, ``{1}`` ... stands for the descriptor of that blob."""
+    """A command line. An argument ``{0}``, ``{1}`` ... stands for a descriptor: see `spawn`."""
 
     argv: tuple[str, ...]
     blobs: tuple[bytes, ...]
@@ -61,7 +61,9 @@ class ProcessBox(Box):
         ours, theirs = socket.socketpair()
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `end`
         try:
-            box = cls(_spawn(command, theirs, stderr), stderr, command.cgroup)
+            with open_blobs(command.blobs) as blobs:
+                process = spawn(command, blobs, theirs.fileno(), stderr)
+            box = cls(process, stderr, command.cgroup)
         except OSError as error:
             ours.close()
             stderr.close()
@@ -146,19 +148,17 @@ class ProcessBox(Box):
             await asyncio.sleep(0.01)
 
 
-def _spawn(command: BoxCommand, control: socket.socket, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
-    blobs = [open_blob(content) for content in command.blobs]
-    numbers = {f"{{{index}}}": str(fd) for index, fd in enumerate(blobs)}
-    try:
-        return subprocess.Popen(
-            [numbers.get(part, part) for part in command.argv],
-            stdin=control.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            cwd=command.cwd,
-            env=command.env,
-            pass_fds=blobs,
-        )
-    finally:
-        for fd in blobs:
-            os.close(fd)
+def spawn(
+    command: BoxCommand, descriptors: Sequence[int], stdin: int, stderr: IO[bytes] | int
+) -> subprocess.Popen[bytes]:
+    """Starts it with `descriptors`, by whose numbers the arguments ``{0}``, ``{1}`` ... are replaced."""
+    numbers = {f"{{{index}}}": str(fd) for index, fd in enumerate(descriptors)}
+    return subprocess.Popen(
+        [numbers.get(part, part) for part in command.argv],
+        stdin=stdin,
+        stdout=subprocess.DEVNULL,
+        stderr=stderr,
+        cwd=command.cwd,
+        env=command.env,
+        pass_fds=descriptors,
+    )

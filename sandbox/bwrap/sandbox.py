@@ -21,10 +21,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from penstock.sandbox.bundle import ZYGOTE_MODULES, compile_driver, driver_command, open_blob, zygote_command
+from penstock.sandbox.bundle import ZYGOTE_MODULES, compile_driver, driver_command, open_blobs, zygote_command
 from penstock.sandbox.bwrap.cgroups import open_cgroups
 from penstock.sandbox.bwrap.process_box import BoxCommand, ProcessBox
-from penstock.sandbox.bwrap.zygote import ForkedBox, Zygote, ZygoteCommand, why_no_zygote
+from penstock.sandbox.bwrap.zygote import ForkedBox, Zygote, why_no_zygote
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.inside import memory
 from penstock.sandbox.limited import DriverSandbox, SessionSlot, shared_folders
@@ -120,10 +120,9 @@ class BwrapSandbox(DriverSandbox):
             raise SandboxError(f"the box's cgroup cannot be made: {error}") from error
         if self._zygote is not None:
             return await ForkedBox.fork(self._zygote, _uid(slot.slot), cgroup)
-        argv = [*self._bwrap(_NAMES_FILES), "--", *driver_command(PYTHON, self._settings(), "{0}")]
+        box = [*_as_uid(slot.slot), *self._bwrap(_NAMES_FILES)]
+        argv = [*box, "--", *driver_command(PYTHON, self._settings(), "{0}")]
         blobs = [self._driver, self._filter or b"", *_NAMES]
-        if os.geteuid() == 0:
-            argv = [*_as_uid(slot.slot), *argv]
         if cgroup is not None:
             enter = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift; exec "$@"'
             argv = ["/bin/sh", "-c", enter, "box", *cgroup.join_files, "--", *argv]
@@ -134,14 +133,10 @@ class BwrapSandbox(DriverSandbox):
         if self._filter is None:
             return f"no system-call filter is known for {platform.machine()}"
         source = Path(memory.__file__).read_text(encoding="utf-8")
-        program = open_blob(self._filter)
-        box = [part.replace("{1}", str(program)) for part in self._bwrap()]
         prove = f"{source}\ntry: require_countable()\nexcept UncountableMemory as error: raise SystemExit(str(error))"
-        command = [*(_as_uid(0) if os.geteuid() == 0 else []), *box, "--", PYTHON, "-I", "-S", "-c", prove]
-        try:
-            return _run_box(command, (program,)) or ""
-        finally:
-            os.close(program)
+        with open_blobs([self._filter]) as programs:
+            box = [part.replace("{1}", str(programs[0])) for part in self._bwrap()]
+            return _run_box([*_as_uid(0), *box, "--", PYTHON, "-I", "-S", "-c", prove], programs) or ""
 
     def _bwrap(self, names: Sequence[str] = ()) -> list[str]:
         walls = "--unshare-all --unshare-user --die-with-parent --new-session --as-pid-1 --cap-drop ALL"
@@ -157,7 +152,7 @@ class BwrapSandbox(DriverSandbox):
         seccomp = ["--seccomp", "{1}"] if self._filter is not None else []
         return ["bwrap", *options, *_system_folders(), *self._folders, *names, *files.split(), *seccomp]
 
-    def _zygote_command(self) -> ZygoteCommand:
+    def _zygote_command(self) -> BoxCommand:
         walls = ["--die-with-parent", "--new-session", "--cap-add", "ALL"]
         options = [*walls, *([] if os.geteuid() == 0 else ["--unshare-user"]), *_ENVIRONMENT.split()]
         own = OWN_FOLDERS if self.config.own_root else ()
@@ -174,7 +169,7 @@ class BwrapSandbox(DriverSandbox):
         if self._filter is not None:
             settings["filter"] = base64.b64encode(self._filter).decode("ascii")
         argv = ["bwrap", *options, *files, "--", *zygote_command(PYTHON, settings)]
-        return ZygoteCommand(tuple(argv), (compile_driver(PYTHON, ZYGOTE_MODULES), *_NAMES))
+        return BoxCommand(tuple(argv), (compile_driver(PYTHON, ZYGOTE_MODULES), *_NAMES))
 
     def _settings(self) -> dict[str, object]:
         """Without cgroups: memory counted by the driver, and by rlimits per process; processes per user namespace."""
@@ -218,8 +213,10 @@ def _uid(slot: int) -> int | None:
 
 
 def _as_uid(slot: int) -> list[str]:
-    """bwrap as real root would only relabel root."""
+    """bwrap as real root would only relabel root. Empty if this process is not root."""
     uid = _uid(slot)
+    if uid is None:
+        return []
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
 
 
@@ -259,10 +256,10 @@ def probe() -> tuple[str, ...]:
 def _try_box(*options: str) -> str | None:
     """None if it worked, else the output of bwrap."""
     box = ["bwrap", "--unshare-all", "--unshare-user", *options, *_system_folders(), "--proc", "/proc", "--dev", "/dev"]
-    return _run_box([*(_as_uid(0) if os.geteuid() == 0 else []), *box, "--", "/usr/bin/true"])
+    return _run_box([*_as_uid(0), *box, "--", "/usr/bin/true"])
 
 
-def _run_box(command: list[str], descriptors: tuple[int, ...] = ()) -> str | None:
+def _run_box(command: list[str], descriptors: Sequence[int] = ()) -> str | None:
     """None if it ended with 0, else its stderr."""
     try:
         done = subprocess.run(

@@ -17,44 +17,21 @@ import subprocess
 import tempfile
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import IO
 
-from penstock.sandbox.bundle import open_blob
+from penstock.sandbox.bundle import open_blobs
 from penstock.sandbox.bwrap.cgroups import Cgroup
-from penstock.sandbox.bwrap.process_box import END_DEADLINE_S, EXIT_POLL, START_DEADLINE_S, ProcessBox
+from penstock.sandbox.bwrap.process_box import (
+    END_DEADLINE_S,
+    EXIT_POLL,
+    START_DEADLINE_S,
+    BoxCommand,
+    ProcessBox,
+    spawn,
+)
 from penstock.sandbox.protocol import SandboxError
 
 _ANSWER_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class ZygoteCommand:
-    """The zygote's command line: ``{0}`` stands for the descriptor of the first blob, ``{2}`` for the second, …,
-    ``{1}`` for the socket of requests."""
-
-    argv: tuple[str, ...]
-    blobs: tuple[bytes, ...]
-    """Byte code of the modules inside (`bundle.compile_driver`), then files of the box."""
-
-    def spawn(self, requests: socket.socket, stderr: IO[bytes]) -> subprocess.Popen[bytes]:
-        """Starts it from the thread that must live as long as the zygote. Raises `OSError`."""
-        blobs = [open_blob(content) for content in self.blobs]
-        descriptors = [*blobs[:1], requests.fileno(), *blobs[1:]]
-        numbers = {f"{{{index}}}": str(fd) for index, fd in enumerate(descriptors)}
-        try:
-            return subprocess.Popen(
-                [numbers.get(part, part) for part in self.argv],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                cwd="/",
-                env={"PATH": "/usr/bin:/bin"},
-                pass_fds=descriptors,
-            )
-        finally:
-            for blob in blobs:
-                os.close(blob)
 
 
 class ForkedProcess:
@@ -139,7 +116,12 @@ class ForkedBox(ProcessBox):
 class Zygote:
     """At most one process; it starts with the first box, from the event loop's own thread (``--die-with-parent``)."""
 
-    def __init__(self, command: ZygoteCommand) -> None:
+    def __init__(self, command: BoxCommand) -> None:
+        """`command`: its blobs are the byte code of the modules inside (`bundle.compile_driver`), then the box's files.
+
+        ``{0}`` stands for the descriptor of the first blob, ``{1}`` for the socket of requests, ``{2}`` for the second
+        blob, ….
+        """
         self._command = command
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -213,7 +195,7 @@ class Zygote:
             await asyncio.to_thread(process.wait, END_DEADLINE_S)
 
 
-def why_no_zygote(command: ZygoteCommand, uid: int | None) -> str:
+def why_no_zygote(command: BoxCommand, uid: int | None) -> str:
     """Forks one box and ends it. Returns why that cannot be done here, in words; empty if it can."""
     control, theirs = socket.socketpair()
     with control, theirs, tempfile.TemporaryFile() as stderr:
@@ -243,11 +225,15 @@ def why_no_zygote(command: ZygoteCommand, uid: int | None) -> str:
                 process.wait(END_DEADLINE_S)
 
 
-def _spawn(command: ZygoteCommand, stderr: IO[bytes] | None = None) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(
+    command: BoxCommand, stderr: IO[bytes] | int = subprocess.DEVNULL
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The zygote, and the worker's end of its socket. It lives as long as the thread that starts it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with tempfile.TemporaryFile() if stderr is None else contextlib.nullcontext(stderr) as words:
-            return command.spawn(theirs, words), ours
+        with open_blobs(command.blobs) as blobs:
+            descriptors = [*blobs[:1], theirs.fileno(), *blobs[1:]]
+            return spawn(command, descriptors, subprocess.DEVNULL, stderr), ours
     except OSError:
         ours.close()
         raise
