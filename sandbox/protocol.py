@@ -110,6 +110,8 @@ WORKDIR_VARIABLE = "PENSTOCK_WORKDIR"
 """The folder that the image of an `own_root` box names as its working directory."""
 ENTRYPOINT_VARIABLE = "PENSTOCK_ENTRYPOINT"
 """The image's entry point, which was not run, quoted for a shell; empty if it has none."""
+OWN_ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
+"""Capabilities that root needs to install and own files and to become other users; all act on the container alone."""
 OWN_FOLDERS = ("/app", "/logs", "/solution", "/tests")
 """Folders that an `own_root` box of bubblewrap can write, in addition to /tmp."""
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from penstock.sandbox.box import Box
 from penstock.sandbox.bundle import command_from_stdin, line_of
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PYTHON = "python3"
-T = TypeVar("T")
 
 
 class DockerSandbox(LimitedSandbox):
@@ -63,7 +62,8 @@ class DockerSandbox(LimitedSandbox):
         self._owner = owner
         self._images: dict[str, DockerImage] = {}
         self._without_python: set[str] = set()
-        self._engine, image = _now(self._survey())
+        with ThreadPoolExecutor(1) as thread:  # a loop may run in this one; the calls have deadlines
+            self._engine, image = thread.submit(asyncio.run, self._survey()).result()
         self._images[config.image] = image
         self._filter = build_filter(self._engine.machine)
         self._driver = line_of()
@@ -252,9 +252,3 @@ def describe(engine: DockerEngine, config: SandboxConfig, filtered: bool) -> tup
     else:
         walls.append(f"cgroup v{engine.cgroup_version} for memory, processes and CPU")
     return "; ".join(walls), bool(missing)
-
-
-def _now(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, also when called inside a running loop. `work` has its own deadlines."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()

@@ -7,8 +7,9 @@ from typing import Any
 
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.docker.engine import DockerEngine, DockerImage
+from penstock.sandbox.inside.children import LOCKED_BYTES, NO_CORE, OPEN_FILES
 from penstock.sandbox.limited import shared_folders
-from penstock.sandbox.protocol import ENTRYPOINT_VARIABLE, WORKDIR_VARIABLE
+from penstock.sandbox.protocol import ENTRYPOINT_VARIABLE, OWN_ROOT_CAPABILITIES, WORKDIR_VARIABLE
 from penstock.sandbox.uids import UidBlocks
 
 UID_BASE = 1_895_825_408
@@ -17,13 +18,6 @@ _UIDS = UidBlocks(UID_BASE, 1024, 16384)
 _FIRST_REMAPPED_UID = 20_000
 _REMAPPED_UIDS = UidBlocks(_FIRST_REMAPPED_UID, 64, 703)
 """Number of uids of an engine that remaps them."""
-OPEN_FILES = 256
-NO_CORE = 1
-"""Bytes: too few for a core file, and the one value that also keeps a core from the host's handler behind a pipe."""
-
-
-OWN_ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-"""Capabilities that root needs to install and own files and to become other users; all act on the container alone."""
 
 
 def container_spec(
@@ -80,7 +74,7 @@ def _host_config(config: SandboxConfig, image: DockerImage, uid: int) -> dict[st
         "NanoCpus": int(config.cpus * 1e9),
         "ShmSize": 16 << 20,
         "Tmpfs": dict.fromkeys(("/tmp", *image.volumes), _tmpfs(config, uid)),  # noqa: S108 - the box's own
-        "Ulimits": [_limit("core", NO_CORE), _limit("nofile", OPEN_FILES), _limit("memlock", 64 << 10)],
+        "Ulimits": [_limit("core", NO_CORE), _limit("nofile", OPEN_FILES), _limit("memlock", LOCKED_BYTES)],
         "LogConfig": {"Type": "none", "Config": {}},
     }
     if config.folders:

@@ -60,9 +60,9 @@ class KubernetesApi:
         self._exec_client: ApiClient | None = None
         self._namespace = config.managed.namespace or "default"
         self._connecting = asyncio.Lock()
-        self.containment = (
-            f"a pod per session{_network(config)}, read-only root, no capabilities, memory and CPU limits"
-        )
+        no_network = ", no network as far as the cluster's network plugin enforces NetworkPolicy"
+        network = " with the cluster's network" if config.managed.network else no_network
+        self.containment = f"a pod per session{network}, read-only root, no capabilities, memory and CPU limits"
         if config.own_root:
             self.containment += "; with an own root: as root, seven capabilities"
 
@@ -234,12 +234,6 @@ def _kubeconfig() -> str | None:
 
 class AlreadyThere(SandboxError):
     """Something of that name exists."""
-
-
-def _network(config: SandboxConfig) -> str:
-    if config.managed.network:
-        return " with the cluster's network"
-    return ", no network as far as the cluster's network plugin enforces NetworkPolicy"
 
 
 def _message(error: Any) -> str:

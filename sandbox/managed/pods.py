@@ -7,12 +7,12 @@ from typing import Any
 from penstock.sandbox.config import SandboxConfig
 from penstock.sandbox.managed.api import BoxRequest
 from penstock.sandbox.managed.labels import BOX
+from penstock.sandbox.protocol import OWN_ROOT_CAPABILITIES
 
 CONTAINER = "box"
 NO_NETWORK = {"penstock-network": "none"}
 UID = 64_123
 """No user of an image: it owns nothing there."""
-OWN_ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID"]
 KEEP_OPEN = ["sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait; done"]
 """Command that keeps the container open. As first process it also reaps orphans."""
 
@@ -51,7 +51,7 @@ def _container(config: SandboxConfig, request: BoxRequest) -> dict[str, Any]:
     if needs.own_root:
         security = {
             **{"runAsUser": 0, "runAsGroup": 0, "readOnlyRootFilesystem": False, "allowPrivilegeEscalation": False},
-            "capabilities": {"drop": ["ALL"], "add": OWN_ROOT_CAPABILITIES},
+            "capabilities": {"drop": ["ALL"], "add": list(OWN_ROOT_CAPABILITIES)},
         }
     return {
         "name": CONTAINER,
