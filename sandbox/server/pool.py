@@ -106,11 +106,7 @@ class BoxPool:
             self._give_one_up()
             await self.slots.take(timeout_s)
         try:
-            started = await (
-                self._sandbox.start(label, image=image)
-                if needs is None
-                else self._sandbox.start(label, image=image, needs=needs)
-            )
+            started = await self._sandbox.start(label, image=image, needs=needs)
         except BaseException:
             self._free_slot()
             raise

@@ -95,7 +95,8 @@ class ServerState:
 
     def usual_image(self, image: str | None) -> str | None:
         """None where `image` is the default one, by whatever name: one warm pool serves both."""
-        return None if image in (DEFAULT_IMAGE, default_image(self.config)) else image
+        own = self.config.image if self.config.backend == "docker" else "host"  # bwrap: the machine's own system
+        return None if image in (DEFAULT_IMAGE, own) else image
 
     async def stop(self) -> None:
         """Every box is gone afterwards."""
@@ -110,12 +111,6 @@ class ServerState:
         self.metrics.boxes.labels("warm").set(self.pool.warm)
         self.metrics.waiting.set(self.pool.slots.waiting)
         self.metrics.count_boxes(self.pool.counts)
-
-
-def default_image(config: SandboxConfig) -> str:
-    """Return the default image by its own name; a backend without images has the machine's own system."""
-    image: str = getattr(config, "image", "host") if config.backend == "docker" else "host"
-    return image
 
 
 async def state_of(request: Request) -> ServerState:

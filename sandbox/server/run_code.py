@@ -8,7 +8,6 @@ them. ``SandboxError``: the sandbox failed, which says nothing about the code.
 from __future__ import annotations
 
 import base64
-import binascii
 import posixpath
 from typing import Annotated, Literal
 
@@ -75,24 +74,17 @@ async def run_code(body: RunCodeRequest, server: ThisServer, caller: ThisCaller)
     with server.metrics.call("run_code") as outcome, server.quotas.call(caller):
         try:
             entry = await server.sessions.start(SessionRequest(caller, "run_code", None, MAX_TIMEOUT_S + 60.0), wait_s)
+            try:
+                result, fetched = await _run(entry.session, body, files, server)
+                outcome.note(result)
+            finally:
+                await server.sessions.end(entry)
         except SandboxBusy:
             raise
         except SandboxError as error:
             outcome.name = "failed"
-            return _failed(error)
-        try:
-            result, fetched = await _run(entry.session, body, files, server)
-            outcome.note(result)
-        except SandboxError as error:
-            outcome.name = "failed"
-            return _failed(error)
-        finally:
-            await server.sessions.end(entry)
+            return RunCodeResponse(status="SandboxError", message=str(error))
     return _answer(result, fetched)
-
-
-def _failed(error: SandboxError) -> RunCodeResponse:
-    return RunCodeResponse(status="SandboxError", message=str(error))
 
 
 def _decoded(body: RunCodeRequest) -> dict[str, bytes]:
@@ -103,7 +95,7 @@ def _decoded(body: RunCodeRequest) -> dict[str, bytes]:
             continue
         try:
             decoded[_inside(path)] = base64.b64decode(text, validate=True)
-        except (binascii.Error, ValueError) as error:
+        except ValueError as error:
             raise HttpError(422, "body.files", f"{path[:100]!r} is not base64: {error}") from error
     return decoded
 
