@@ -9,11 +9,10 @@ from __future__ import annotations
 import posixpath
 import random
 import re
-import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.sandbox.swe.source import Edit
+from penstock.sandbox.swe.source import Edit, other_sign
 from penstock.sandbox.swe.task import SweTask
 
 MAX_DATA_BYTES = 1 << 20
@@ -91,12 +90,7 @@ def _other_value(value: Value, dice: random.Random) -> Edit | None:
     if not places:
         return None
     at = dice.choice(places)
-    form = next(one for one in _FORMS if value.text[at] in one)
-    other = dice.choice([sign for sign in form if sign not in (value.text[at], "0")])
-    return Edit(value.start + at, value.start + at + 1, other)
-
-
-_FORMS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
+    return Edit(value.start + at, value.start + at + 1, other_sign(value.text[at], dice))
 
 
 def _places(text: str) -> list[int]:

@@ -14,21 +14,16 @@ from __future__ import annotations
 import hashlib
 import posixpath
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from penstock.sandbox.swe.expectations import Name, apply_all, wrong_tests
+from penstock.sandbox.swe.report import ParameterValues, TestOutcomes
 from penstock.sandbox.swe.source import Edit
 from penstock.sandbox.swe.task import SweTask, SweTaskError
 from penstock.sandbox.swe.workspace import Workspace
 
 MAX_FILE_BYTES = 4 << 20
-
-
-ParameterValues = Sequence[Sequence[Mapping[str, str]]]
-"""Values of the compared parameters of a test function as Python literals, by name: of each row of each
-``parametrize``. A value that has no literal is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +40,6 @@ class BoxChanges:
     """Paths that are taken away once the tests are collected."""
     observed: Mapping[str, tuple[str, ...]] | None = None
     """Parameters whose values are reported, with what was collected. Set for the reference patch alone."""
-
-
-class Verdicts(Protocol):
-    """The verdicts of one run (`run_tests.TestOutcomes`)."""
-
-    @property
-    def outcomes(self) -> Mapping[str, str]: ...
-
-    @property
-    def doubt(self) -> str:
-        """The reason why no outcome counts; empty if they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +60,11 @@ class Round:
     def true(cls, task: SweTask, changes: BoxChanges) -> Round:
         return cls(changes, (), task.tests, is_true=True)
 
-    def is_as_planned(self, ran: Verdicts) -> bool:
+    def is_as_planned(self, ran: TestOutcomes) -> bool:
         passed = {test for test in (*self.wrong, *self.right) if self._outcome(ran, test) == "passed"}
         return not ran.doubt and passed == set(self.right)
 
-    def doubt(self, ran: Verdicts, outcomes: Mapping[str, str]) -> str:
+    def doubt(self, ran: TestOutcomes, outcomes: Mapping[str, str]) -> str:
         """Why the true round's `outcomes` must not be believed after this round; empty if they may be."""
         if self.is_true:
             return ""
@@ -91,7 +75,7 @@ class Round:
             return "hidden tests passed in one run and failed in another"
         return f"in a further run {ran.doubt}" if ran.doubt else ""
 
-    def _outcome(self, ran: Verdicts, test: str) -> str:
+    def _outcome(self, ran: TestOutcomes, test: str) -> str:
         return ran.outcomes.get(self.renamed.get(test, test), "missing")
 
 

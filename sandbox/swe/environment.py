@@ -56,7 +56,7 @@ class SweEnvironment:
 
     async def run(self, command: str, timeout_s: float | None = None) -> RunResult:
         """A shell command in the repository; what it starts does not outlive it."""
-        argv = self._workspace.in_folder(command, self._workspace.variables(self.task))
+        argv = self._workspace.in_folder(self.task, command)
         return await self.session.run(argv, timeout_s=timeout_s)
 
     async def apply(self, patch: bytes) -> None:

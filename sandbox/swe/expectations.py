@@ -14,11 +14,10 @@ from __future__ import annotations
 import ast
 import random
 import re
-import string
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from penstock.sandbox.swe.source import Edit, Function, Source, first_line, functions
+from penstock.sandbox.swe.source import Edit, Function, Source, first_line, functions, other_sign
 
 Name = tuple[str, ...]
 """A test function, with the classes it is in."""
@@ -217,7 +216,6 @@ def _other_exception(statement: ast.With, source: Source, dice: random.Random) -
 
 _PLAIN = re.compile(r"""[bB]?(['"])(?!\1)([^'"\\\n]+)\1""")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
-_FORMS = (string.ascii_lowercase, string.ascii_uppercase, string.digits)
 
 
 def other_literal(expected: ast.expr, source: Source, dice: random.Random) -> Edit | None:
@@ -232,10 +230,7 @@ def other_literal(expected: ast.expr, source: Source, dice: random.Random) -> Ed
         places = _places(text) if text.isascii() else []
         dice.shuffle(places)
         for at in places:
-            # of the same kind; a first digit never becomes a 0, which could be another form of number
-            form = next(form for form in _FORMS if text[at] in form)
-            other = dice.choice([sign for sign in form if sign not in (text[at], "0")])
-            edit = Edit(start + at, start + at + 1, other)
+            edit = Edit(start + at, start + at + 1, other_sign(text[at], dice))
             if _differs(expected, edit, source):
                 return edit
     return None

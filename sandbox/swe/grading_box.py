@@ -14,8 +14,8 @@ from penstock.sandbox.protocol import BoxNeeds, Sandbox
 from penstock.sandbox.swe import scripts
 from penstock.sandbox.swe.data_files import hidden_data
 from penstock.sandbox.swe.decoys import BoxChanges, put_changes, read_hidden
-from penstock.sandbox.swe.report import Grade, summary
-from penstock.sandbox.swe.run_tests import Seal, TestOutcomes, check_runner, files_of_tests, run_tests
+from penstock.sandbox.swe.report import Grade, TestOutcomes, summary
+from penstock.sandbox.swe.run_tests import Seal, check_runner, files_of_tests, run_tests
 from penstock.sandbox.swe.task import SweLimits, SweTask, SweTaskError, is_protected
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
@@ -121,7 +121,7 @@ async def _model_entries(workspace: Workspace, patch: bytes) -> list[TreeEntry]:
 async def _build_and_run(workspace: Workspace, task: SweTask, changes: BoxChanges) -> TestOutcomes:
     if task.build_command:
         before = await Seal.of(workspace, task)
-        argv = workspace.in_folder(task.build_command, workspace.variables(task))
+        argv = workspace.in_folder(task, task.build_command)
         built = await workspace.run(argv, workspace.limits.command_timeout_s)
         output = built.stdout + built.stderr
         if built.exit_code != 0:

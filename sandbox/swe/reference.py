@@ -18,7 +18,6 @@ from functools import lru_cache
 from penstock.sandbox.swe.data_files import STRATEGIES, Strategy, changed_data, hidden_data
 from penstock.sandbox.swe.decoys import (
     BoxChanges,
-    ParameterValues,
     Round,
     certain_rounds,
     fixed_dice,
@@ -36,6 +35,7 @@ from penstock.sandbox.swe.expectations import (
     wrong_tests,
 )
 from penstock.sandbox.swe.grading_box import GradingBoxes, GradingRun
+from penstock.sandbox.swe.report import ParameterValues
 from penstock.sandbox.swe.task import SweTask
 
 ROOM = 16.0

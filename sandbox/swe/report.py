@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,26 @@ class Grade:
     def _split(self, tests: tuple[str, ...]) -> dict[str, list[str]]:
         passed = {test for test in tests if not self.doubt and self.outcomes.get(test) == "passed"}
         return {"success": [t for t in tests if t in passed], "failure": [t for t in tests if t not in passed]}
+
+
+ParameterValues = Sequence[Sequence[Mapping[str, str]]]
+"""Values of the compared parameters of a test function as Python literals, by name: of each row of each
+``parametrize``. A value that has no literal is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TestOutcomes:
+    """Outcomes of one run of the tests."""
+
+    outcomes: Mapping[str, str]
+    doubt: str
+    """The reason why no outcome counts; empty if they do."""
+    output: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    collected: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    """Each test in order with digests of its parameters, where `BoxChanges.observed` asked for it."""
+    parameters: Mapping[str, ParameterValues] = field(default_factory=dict)
+    """Values of the parameters that `BoxChanges.observed` names."""
 
 
 @dataclass(slots=True)

@@ -10,32 +10,17 @@ import contextlib
 import json
 import secrets
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.sandbox.swe import scripts
-from penstock.sandbox.swe.decoys import BoxChanges, ParameterValues
-from penstock.sandbox.swe.report import SignedOutcomes, read_lines
+from penstock.sandbox.swe.decoys import BoxChanges
+from penstock.sandbox.swe.report import SignedOutcomes, TestOutcomes, read_lines
 from penstock.sandbox.swe.task import PytestCommand, SweTask, SweTaskError, is_protected
 from penstock.sandbox.swe.workspace import ScriptFailed, Workspace
 
 OUTPUT_CHARS = 4000
-
-
-@dataclass(frozen=True, slots=True)
-class TestOutcomes:
-    """Outcomes of one run of the tests."""
-
-    outcomes: Mapping[str, str]
-    doubt: str
-    """The reason why no outcome counts; empty if they do."""
-    output: str
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    collected: tuple[tuple[str, Mapping[str, str]], ...] = ()
-    """Each test in order with digests of its parameters, where `BoxChanges.observed` asked for it."""
-    parameters: Mapping[str, ParameterValues] = field(default_factory=dict)
-    """Values of the parameters that `BoxChanges.observed` names."""
 
 
 def files_of_tests(task: SweTask) -> list[str]:
@@ -50,7 +35,7 @@ async def check_runner(workspace: Workspace, task: SweTask) -> None:
     command = PytestCommand.parse(task.test_command)
     if command is None:
         return
-    argv = workspace.in_folder(f"{shlex.quote(command.python)} -c 'import pytest'", workspace.variables(task))
+    argv = workspace.in_folder(task, f"{shlex.quote(command.python)} -c 'import pytest'")
     result = await workspace.run(argv, workspace.limits.command_timeout_s)
     if result.exit_code != 0:
         last_words = (result.stderr or result.stdout)[-500:]
@@ -79,12 +64,12 @@ async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, ne
     }
     program = (Path(__file__).parent / "in_box" / "run_pytest.py").read_bytes()
     launcher = await workspace.upload("run_pytest.py", program)
-    variables = {"PYTHONDONTWRITEBYTECODE": "1", **command.variables, **workspace.variables(task)}
-    argv = workspace.in_folder(f"exec {shlex.join([command.python, launcher])}", variables)
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", **command.variables}
+    argv = workspace.in_folder(task, f"exec {shlex.join([command.python, launcher])}", variables)
     result = await workspace.run(argv, workspace.limits.tests_timeout_s, json.dumps(job))
     seen = SignedOutcomes()
     with contextlib.suppress(OSError):  # never begun, or taken away by what ran
-        seen = await asyncio.to_thread(read_lines, await workspace.read(results, 16 << 20), key)
+        seen = await asyncio.to_thread(read_lines, await workspace.read(results), key)
     output = (result.stdout + result.stderr)[-OUTPUT_CHARS:]
     doubt = seen.doubt()
     if doubt and result.exit_code is None:
@@ -95,11 +80,9 @@ async def run_tests(workspace: Workspace, task: SweTask, changes: BoxChanges, ne
 async def _run_each(workspace: Workspace, task: SweTask) -> TestOutcomes:
     """A command per test. What it says is not read; but its exit status is the word of the code under test."""
     outcomes, outputs = {}, []
-    variables = workspace.variables(task)
     for test in task.tests:
         command = task.test_command.replace("{test}", shlex.quote(test))
-        argv = workspace.in_folder(command, variables)
-        result = await workspace.run(argv, workspace.limits.test_timeout_s)
+        result = await workspace.run(workspace.in_folder(task, command), workspace.limits.test_timeout_s)
         outcomes[test] = "passed" if result.exit_code == 0 else "failed"
         outputs.append(f"$ {command}\n{result.stdout}{result.stderr}")
     return TestOutcomes(outcomes, "", "\n".join(outputs)[-OUTPUT_CHARS:])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import random
+import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -51,6 +53,12 @@ class Source:
         """Bytes of whole lines, from 1, line end included."""
         end = self._starts[last] if last < len(self._starts) else len(self.data)
         return self._starts[first - 1], end
+
+
+def other_sign(sign: str, dice: random.Random) -> str:
+    """Another letter of the same case, or another digit; never a 0: a number that begins with it may not be one."""
+    form = next(form for form in (string.ascii_lowercase, string.ascii_uppercase, string.digits) if sign in form)
+    return dice.choice([one for one in form if one not in (sign, "0")])
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -14,7 +14,7 @@ import stat
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -204,20 +204,16 @@ class Workspace:
             packed = await asyncio.to_thread(packages_of, task.packages)
             await self.script(scripts.PACKAGES, await self.upload("packages.tgz", packed))
 
-    @property
-    def packages(self) -> str:
-        return posixpath.join(self.state, "packages")
-
-    def in_folder(self, command: str, variables: dict[str, str] | None = None) -> list[str]:
-        """Argument vector of a shell command in the repository."""
-        settings = [f"{name}={value}" for name, value in (variables or {}).items()]
+    def in_folder(self, task: SweTask, command: str, variables: Mapping[str, str] | None = None) -> list[str]:
+        """Argument vector of a shell command in the repository. `variables` give way to those of `task`."""
+        settings = [f"{name}={value}" for name, value in {**(variables or {}), **self.variables(task)}.items()]
         start = 'cd -- "$1" && eval "$2"'
         shell = 'if command -v bash >/dev/null; then exec bash -c "$0" box "$@"; else exec sh -c "$0" box "$@"; fi'
         return ["env", *settings, "sh", "-c", shell, start, self.folder, command]
 
     def variables(self, task: SweTask) -> dict[str, str]:
         """Variables that every command of the task sees in addition to the box's own environment."""
-        return {"PYTHONPATH": self.packages} if task.packages is not None else {}
+        return {"PYTHONPATH": posixpath.join(self.state, "packages")} if task.packages is not None else {}
 
 
 def _end_of(result: RunResult) -> str:

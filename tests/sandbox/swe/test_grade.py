@@ -15,7 +15,7 @@ from tests.sandbox.swe.conftest import CONFIG, LIMITS, two_by_default
 from tests.sandbox.swe.wordkit import TESTS, patch_by
 
 from penstock.sandbox import RemoteSandbox, SandboxError, make_sandbox
-from penstock.sandbox.swe import Grade, SweEnvironment, SweTaskError, check_task, grade, run_tests
+from penstock.sandbox.swe import Grade, SweEnvironment, SweTaskError, check_task, grade, report
 from penstock.sandbox.swe.decoys import BoxChanges, Round
 from penstock.sandbox.swe.grading import _verdict
 from penstock.sandbox.swe.grading_box import GradingRun
@@ -162,7 +162,7 @@ async def test_grade_true_round_is_at_a_place_of_chance(task):
             self.used.append(one)
             outcomes = dict.fromkeys(one.right, "passed") | dict.fromkeys(one.wrong, "failed")
             verdict = Grade(task.instance_id, outcomes, task.fail_to_pass, task.pass_to_pass)
-            return GradingRun(verdict, run_tests.TestOutcomes(outcomes, "", ""))
+            return GradingRun(verdict, report.TestOutcomes(outcomes, "", ""))
 
     orders = set()
     for _ in range(200):
