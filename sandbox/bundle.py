@@ -71,13 +71,11 @@ def compile_driver(python: str, modules: tuple[str, ...] = MODULES) -> bytes:
 
 
 def driver_command(python: str, settings: dict[str, object], blob_fd: str) -> list[str]:
-    """Argument vector of the driver; descriptor 0 must be its control socket, `blob_fd` one of `open_blobs`."""
+    """Argument vector of the driver, or of the zygote where the blob is of `ZYGOTE_MODULES`.
+
+    Descriptor 0 must be the driver's control socket, `blob_fd` one of `open_blobs`.
+    """
     return [python, "-I", "-S", "-c", _FROM_FILE + _BOOT, json.dumps(settings), blob_fd]
-
-
-def zygote_command(python: str, settings: dict[str, object]) -> list[str]:
-    """Argument vector of the zygote: ``{0}`` is one of `open_blobs` with `ZYGOTE_MODULES`, ``{1}`` its socket."""
-    return [*driver_command(python, settings, "{0}"), "{1}"]
 
 
 def command_from_stdin(python: str, settings: dict[str, object]) -> list[str]:

@@ -21,7 +21,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
-from penstock.sandbox.bundle import ZYGOTE_MODULES, compile_driver, driver_command, open_blobs, zygote_command
+from penstock.sandbox.bundle import ZYGOTE_MODULES, compile_driver, driver_command, open_blobs
 from penstock.sandbox.bwrap.cgroups import open_cgroups
 from penstock.sandbox.bwrap.process_box import BoxCommand, ProcessBox
 from penstock.sandbox.bwrap.zygote import ForkedBox, Zygote, why_no_zygote
@@ -168,7 +168,7 @@ class BwrapSandbox(DriverSandbox):
             files += _UNMAPPED_ZERO.split()
         if self._filter is not None:
             settings["filter"] = base64.b64encode(self._filter).decode("ascii")
-        argv = ["bwrap", *options, *files, "--", *zygote_command(PYTHON, settings)]
+        argv = ["bwrap", *options, *files, "--", *driver_command(PYTHON, settings, "{0}"), "{1}"]
         return BoxCommand(tuple(argv), (compile_driver(PYTHON, ZYGOTE_MODULES), *_NAMES))
 
     def _settings(self) -> dict[str, object]:

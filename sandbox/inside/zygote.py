@@ -59,8 +59,9 @@ class Zygote:
         self.filter = driver.filter_of(settings)
         self.requests = requests
         self.clone_number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
-        self.capabilities = read_int("/proc/sys/kernel/cap_last_cap") + 1
-        """Number of capabilities that the kernel knows."""
+        with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:
+            self.capabilities = int(file.read()) + 1
+            """Number of capabilities that the kernel knows."""
         self.wakeup = children.readable_when_a_child_ends()
 
     def serve(self) -> None:
@@ -249,8 +250,3 @@ def write_text(path: str, text: str) -> None:
         os.write(fd, text.encode("ascii"))
     finally:
         os.close(fd)
-
-
-def read_int(path: str) -> int:
-    with open(path, encoding="ascii") as file:
-        return int(file.read())
