@@ -75,10 +75,9 @@ def readers_of(template: ChatTemplate, tools: Tools) -> list[str]:
     by two. `_asked_for` comes before those.
     """
     text = _written(template, tools)
-    parsers = {name: get_parser(name) for name in get_args(ParserName)}
     if text is None:
-        return [name for name, parser in parsers.items() if _is_shown(parser, template, tools)]
-    rests = {name: len(one.parse(text).content) for name, one in parsers.items() if _reads(one, text, tools)}
+        return [name for name, parser in _parsers().items() if _is_shown(parser, template, tools)]
+    rests = {name: len(one.parse(text).content) for name, one in _parsers().items() if _reads(one, text, tools)}
     shown_parser = _asked_for(template, tools)
     return [shown_parser] if shown_parser else [name for name, length in rests.items() if length == min(rests.values())]
 
@@ -88,8 +87,7 @@ def _asked_for(template: ChatTemplate, tools: Tools) -> str:
 
     Phi-4-mini's prompt asks for ``functools[``, which its template leaves out of old calls.
     """
-    text = _written(template, tools)
-    parsers = {name: get_parser(name) for name in get_args(ParserName)}
+    text, parsers = _written(template, tools), _parsers()
     if text is None or any(one.opening and one.opening in text for one in parsers.values()):
         return ""
     if not any(_reads(one, text, tools) for one in parsers.values()):
@@ -100,12 +98,12 @@ def _asked_for(template: ChatTemplate, tools: Tools) -> str:
 
 def name_of(parser: ToolCallParser) -> str:
     """Returns the parser's name in `agent.parser`."""
-    return _names().get(type(parser), type(parser).__name__)
+    return next((name for name, one in _parsers().items() if type(one) is type(parser)), type(parser).__name__)
 
 
 @lru_cache(maxsize=1)
-def _names() -> dict[type[ToolCallParser], str]:
-    return {type(get_parser(name)): name for name in get_args(ParserName)}
+def _parsers() -> dict[str, ToolCallParser]:
+    return {name: get_parser(name) for name in get_args(ParserName)}
 
 
 def _unread(name: str, template: ChatTemplate, tools: Tools) -> str:

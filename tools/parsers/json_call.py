@@ -77,12 +77,10 @@ def arguments_key(value: Any, usual: str, other: str) -> str:
     return other if isinstance(value, dict) and other in value and usual not in value else usual
 
 
-def read_call_list(
-    text: str, start: int, keys: tuple[str, str] = ("name", "arguments"), also: Sequence[str] = ()
-) -> tuple[list[NamedCall], int]:
+def read_call_list(text: str, start: int, keys: tuple[str, str] = ("name", "arguments")) -> tuple[list[NamedCall], int]:
     """The calls of a JSON list of objects with these `keys`, and its end. Raises `Malformed`."""
     values, end = read_json(text, start)
-    return named_calls(values, keys, also), end
+    return named_calls(values, keys), end
 
 
 def named_calls(
