@@ -131,7 +131,7 @@ def check(parse: Parse, body: Any) -> None:
     if ask:
         json.dumps([ask.messages, ask.tools, ask.prompt, ask.sampling], ensure_ascii=False, allow_nan=False).encode()
     if refusal:
-        assert refusal.message
+        assert str(refusal)
         assert refusal.field or not isinstance(body, dict)
         json.dumps(refusal_of(refusal).body, ensure_ascii=False).encode()
         json.dumps(anthropic_error_body(400, str(refusal)), ensure_ascii=False).encode()
