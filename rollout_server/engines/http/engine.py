@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.checkpoint import layers_with_experts, vocab_size
+from penstock.rollout_server.engines.checkpoint import fetch_model, layers_with_experts, vocab_size
 from penstock.rollout_server.engines.http.drafts import Sampled, Scored, check_drafts, draft_method
 from penstock.rollout_server.engines.http.server_process import ChildServer
 from penstock.rollout_server.engines.http.stream import AnswerStream, NotAdmitted
@@ -58,6 +58,7 @@ class HttpEngine(ABC):
     def __init__(self, config: RolloutConfig, model: str, log_dir: Path, seed: int) -> None:
         self.config = config
         self.model = model
+        """Folder or hub name; from the start on the folder."""
         self.info: EngineInfo | None = None
         self.layers: MixtureLayers | None = None
         """Layers of a mixture whose routed experts the server reports."""
@@ -97,6 +98,8 @@ class HttpEngine(ABC):
 
     async def start(self) -> EngineInfo:
         """Start the server, check what it offers, sample one token. Raises `EngineError`."""
+        # The server gets the folder: by the name in a hub it would look for the model again, and may find another one.
+        self.model = self.server.model = self.weights.model = str(await asyncio.to_thread(fetch_model, self.model))
         vocabulary = await asyncio.to_thread(vocab_size, self.model)
         if self.config.routing_replay and self.config.pause == "recompute":
             # Rows are kept by position: what is computed again takes the place of the pass that sampled.

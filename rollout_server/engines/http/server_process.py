@@ -32,7 +32,7 @@ from penstock.common import (
 from penstock.common.device_locks import DeviceBusy
 from penstock.common.guard import GRACE_S
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.checkpoint import fetch_model, start_deadline_s
+from penstock.rollout_server.engines.checkpoint import start_deadline_s
 from penstock.rollout_server.engines.child import Child, up_file
 from penstock.rollout_server.engines.http.event_client import EngineAddress, EventClient
 from penstock.rollout_server.engines.http.stream import AnswerStream, refusal
@@ -198,13 +198,9 @@ class ChildServer(Child, ABC):
         """(where the server will listen, the command that starts it, its environment)."""
 
     async def start(self) -> Installation:
-        """Returns when the server answers; raises `EngineError` with the cause if it does not in time.
-
-        The deadline begins with the process: a model that is fetched from the hub is here by then.
-        """
+        """Returns when the server answers; raises `EngineError` with the cause if it does not in time."""
         self.installation = installation = await self.find_installation()
-        folder = await asyncio.to_thread(fetch_model, self.model)
-        self.timeout_s = start_deadline_s(self.config.start_timeout_s, folder)
+        self.timeout_s = start_deadline_s(self.config.start_timeout_s, Path(self.model))
         devices = () if installation.cpu else visible_devices()
         try:
             async with load_on_devices(f"{self.name} of {self.log_path.parent}", devices):

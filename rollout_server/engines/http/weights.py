@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.checkpoint import tensor_shapes
+from penstock.rollout_server.engines.checkpoint import Shapes, tensor_shapes
 from penstock.rollout_server.engines.http.server_process import ChildServer
 from penstock.rollout_server.engines.http.stream import AnswerStream, version_of
 from penstock.rollout_server.protocol import EngineError, SleepLevel
@@ -109,7 +109,8 @@ class HttpWeights(ABC, Generic[Fetched]):
         """`streams`: answers that are being received."""
         self.config, self.model = config, model
         self.server, self.streams = server, streams
-        self.shapes = tensor_shapes(model)
+        self.shapes: Shapes = {}
+        """Shape of each tensor of the model; known from the start on."""
         self.version = 0
         self.verified = True
         """The server's values were compared with `version`; False while that is under way, and if they differ."""
@@ -197,6 +198,7 @@ class HttpWeights(ABC, Generic[Fetched]):
 
     async def start(self) -> list[str]:
         """Ask the running server for its version; returns what cannot be done. Raises `EngineError`."""
+        self.shapes = await asyncio.to_thread(tensor_shapes, self.model)
         limits = await self._look()
         self.version = await self.server_version()
         if not self.shapes:

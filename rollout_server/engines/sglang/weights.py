@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.rollout_server.config import RolloutConfig
-from penstock.rollout_server.engines.checkpoint import Shapes, check_complete
+from penstock.rollout_server.engines.checkpoint import check_complete
 from penstock.rollout_server.engines.http.server_process import ChildServer
 from penstock.rollout_server.engines.http.stream import AnswerStream
 from penstock.rollout_server.engines.http.weights import HttpWeights
@@ -41,12 +41,11 @@ Fetched = tuple[Path, dict[str, str], "MappedVersion"]
 class VersionReader:
     """Reads versions, whole or as changes of the one before, into what SGLang can be shown."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self) -> None:
         from penstock.weight_sync import StagedMemory, WeightReader
 
         self.staged = StagedMemory()
         """Versions that are received by broadcasts."""
-        self._shapes = shapes
         self._reader = WeightReader()
 
     def read(self, manifest: Manifest) -> tuple[int, MappedVersion]:
@@ -55,7 +54,6 @@ class VersionReader:
         The descriptor is the caller's to close. A trainer that deletes the file meanwhile changes nothing. Raises
         `WeightsRefused`; `WeightsUnreachable` where the version's broadcast is not held.
         """
-        check_complete(manifest, self._shapes)
         # What a sidecar has fetched is a file, whatever it was announced as.
         source = self.staged.take if manifest.transport == "broadcast" else self._reader.read
         version = source(manifest)
@@ -89,7 +87,7 @@ class SGLangWeights(HttpWeights[Fetched]):
         """SGLang's parameters whose checksums on every rank we can compute."""
         self._ranks = 1
         self._released: list[str] = []
-        self.reader = VersionReader(self.shapes)
+        self.reader = VersionReader()
 
     async def _look(self) -> list[str]:
         ranks = await self._checksums()
@@ -115,6 +113,7 @@ class SGLangWeights(HttpWeights[Fetched]):
             yield folder, expected, version
 
     def _read(self, manifest: Manifest) -> tuple[int, dict[str, str], MappedVersion]:
+        check_complete(manifest, self.shapes)
         file, version = self.reader.read(manifest)
         # Sums for a GPU take some seconds per 10 GB: one version has those of some parameters, sixteen those of all.
         every = max(1, min(SAMPLE_EVERY, len(self.checked))) if self._on_device else 1

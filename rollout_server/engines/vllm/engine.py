@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -110,11 +111,11 @@ class VLLMEngine(HttpEngine):
     _image_token = -1
 
     async def start(self) -> EngineInfo:
-        folder = await asyncio.to_thread(fetch_model, self.model)
-        token = await asyncio.to_thread(image_token_of, folder)
+        self.model = str(await asyncio.to_thread(fetch_model, self.model))
+        token = await asyncio.to_thread(image_token_of, Path(self.model))
         if token is not None:
             self._image_token, self.server.sees_images = token, True
-            self.images = ImageReader(self.config, str(folder), self.server.log_path.parent)
+            self.images = ImageReader(self.config, self.model, self.server.log_path.parent)
             await self.images.start()
         try:
             return await super().start()

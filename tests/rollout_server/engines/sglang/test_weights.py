@@ -63,7 +63,7 @@ async def test_what_each_rank_holds_whole_is_compared_on_each(tmp_path: Path) ->
     assert limits[0].startswith("what 1 of 2 parameters hold is verified after loading")
     server.norms = (5.0, 5.0)
     manifest = publish(tmp_path / "published").write(1, [("norm", torch.tensor([5.0]))])
-    _, version = VersionReader({}).read(manifest)
+    _, version = VersionReader().read(manifest)
     await weights._verify((tmp_path, {"norm": sha([5.0])}, version))
     server.norms = (5.0, 1.0)
     with pytest.raises(EngineError, match="rank 1 of SGLang loaded other values than the version has in norm"):
@@ -107,7 +107,7 @@ async def test_ranks_are_waited_for_where_nothing_can_be_compared(tmp_path: Path
     weights, limits = await weights_on(server, tmp_path)
     assert limits == ["weights are verified before loading only: this SGLang's checksums cannot be computed here"]
     manifest = publish(tmp_path / "published").write(1, [("w", torch.tensor([1.0, 2.0]))])
-    _, version = VersionReader({}).read(manifest)
+    _, version = VersionReader().read(manifest)
     await weights._verify((tmp_path, {}, version))
     assert server.asked == [{"action": "checksum"}, {"action": "checksum", "skip_tensor_list": [""]}]
     Path(manifest.place).write_bytes(Path(manifest.place).read_bytes())
@@ -128,7 +128,7 @@ def shown(file: int, folder: Path) -> dict[str, list[float]]:
 
 def test_a_version_that_the_trainer_deletes_meanwhile_is_read_to_its_end(tmp_path: Path) -> None:
     manifest = publish(tmp_path / "published").write(1, [("w", torch.tensor([1.0, 2.0]))])
-    file, tensors = VersionReader({}).read(manifest)
+    file, tensors = VersionReader().read(manifest)
     Path(manifest.place).unlink()
     assert tensors["w"].tolist() == [1.0, 2.0]
     assert shown(file, tmp_path / "shown") == {"w": [1.0, 2.0]}
@@ -139,7 +139,7 @@ def test_a_version_that_the_trainer_deletes_meanwhile_is_read_to_its_end(tmp_pat
 
 def test_a_file_exchanged_after_the_check_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = publish(tmp_path / "published").write(1, [("w", torch.tensor([1.0, 2.0]))])
-    reader = VersionReader({})
+    reader = VersionReader()
     checked_read = reader._reader.read
 
     def read_then_exchange(*given: Any) -> Any:
@@ -154,7 +154,7 @@ def test_a_file_exchanged_after_the_check_is_not_shown(tmp_path: Path, monkeypat
 
 
 def test_what_a_delta_leads_to_is_shown_whole(tmp_path: Path) -> None:
-    publisher, reader = publish(tmp_path / "published"), VersionReader({})
+    publisher, reader = publish(tmp_path / "published"), VersionReader()
     first, second = torch.arange(64.0), torch.arange(64.0)
     second[3] = 9.0
     whole = publisher.write(1, [("w", first), ("b", first)])
@@ -169,10 +169,12 @@ def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     manifest = publish(tmp_path / "published").write(4, [("w", torch.tensor([1.0]))])
     Path(manifest.place).unlink()
     with pytest.raises(WeightsRefused, match=r"version 4: .*No such file"):
-        VersionReader({}).read(manifest)
+        VersionReader().read(manifest)
 
 
 def test_another_models_version_is_refused_by_name(tmp_path: Path) -> None:
     manifest = publish(tmp_path / "published").write(4, [("w", torch.tensor([1.0]))])
+    weights = SGLangWeights(small_config(engine="sglang"), str(tmp_path), Ranks((1.0, 1.0), []), set())  # type: ignore[arg-type]
+    weights.shapes = {"w": (1,), "v": (1,)}
     with pytest.raises(WeightsRefused, match="tensor 'v' is missing"):
-        VersionReader({"w": (1,), "v": (1,)}).read(manifest)
+        weights._read(manifest)
