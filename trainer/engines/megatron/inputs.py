@@ -8,7 +8,8 @@ Two layouts:
                 2C equal pieces, of which rank c has pieces c and 2C − 1 − c, so that under causal attention all ranks
                 have the same work (megatron-core's order)                                  Transformer Engine
 
-What fills up comes after its row's tokens, and attention looks back only: no token of a row sees it.
+What fills up comes after its row's tokens, and attention looks back only: no token of a row sees it. Sizes are read
+from the rows' lengths on the host: from tensors the host would wait for all that the device has to do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.trainer.packing import Pack
+from penstock.trainer.packing import Pack, on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +55,24 @@ class ContextShare:
     """[L] where among this rank's tokens; meaningless if it is not `mine`"""
     length: int
     """Tokens of this rank, filling included"""
+    longest: int
+    """Tokens of the longest row, with what fills it up"""
 
 
 def rectangle(pack: Pack, align: int) -> Inputs:
-    lengths = pack.row_bounds.diff().long()
+    lengths, device = pack.run_lengths.long(), pack.ids.device
     rows, longest = len(lengths), -(-int(lengths.max()) // align) * align
-    line = torch.repeat_interleave(torch.arange(rows, device=lengths.device), lengths)
-    ids = torch.zeros(rows, longest, dtype=torch.long, device=lengths.device)
+    line = on_device(_lines(lengths), device)
+    ids = torch.zeros(rows, longest, dtype=torch.long, device=device)
     ids[line, pack.positions] = pack.ids
-    columns = torch.arange(longest, device=lengths.device)
+    columns = torch.arange(longest, device=device)
     arguments = {
         "input_ids": ids,
         "position_ids": columns.expand(rows, -1),
         # True is hidden.
         "attention_mask": (columns[:, None] < columns)[None, None],
     }
-    own, tokens = (torch.arange(count, device=lengths.device) for count in (len(pack.targets), len(pack.ids)))
+    own, tokens = (torch.arange(count, device=device) for count in (len(pack.targets), len(pack.ids)))
     place = pack.positions * rows + line
     return Inputs(arguments, own, line[pack.predictors], pack.positions[pack.predictors], tokens, place, rows * longest)
 
@@ -82,36 +85,46 @@ def packed(pack: Pack, align: int, contexts: int, context: int) -> Inputs:
 
     cut = cut_rows(pack, align, contexts, context)
     ids, positions = (torch.zeros(cut.length, dtype=torch.long, device=pack.ids.device) for _ in range(2))
-    tokens = cut.mine.nonzero().flatten()
+    tokens = _places(cut.mine, contexts)
     place = cut.place[tokens]
     ids[place] = pack.ids[tokens]
     positions[place] = pack.positions[tokens]
-    longest = int(cut.bounds.diff().max())
     bounds = {
         name: cut.bounds for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
     }
-    sizes = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+    sizes = {"max_seqlen_q": cut.longest, "max_seqlen_kv": cut.longest}
     arguments = {
         "input_ids": ids[None],
         "position_ids": positions[None],
         "attention_mask": None,
         "packed_seq_params": PackedSeqParams(qkv_format="thd", **bounds, **sizes),
     }
-    own = cut.mine[pack.predictors].nonzero().flatten()
+    own = _places(cut.mine[pack.predictors], contexts)
     return Inputs(arguments, own, torch.zeros_like(own), cut.place[pack.predictors[own]], tokens, place, cut.length)
 
 
 def cut_rows(pack: Pack, align: int, contexts: int, context: int) -> ContextShare:
     """See `packed`."""
-    lengths = pack.row_bounds.diff().long()
+    lengths, device = pack.run_lengths.long(), pack.ids.device
     filled = (lengths + align - 1) // align * align
-    bounds = torch.cat([filled.new_zeros(1), filled.cumsum(0)])
-    line = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    bounds, line = torch.cat([filled.new_zeros(1), filled.cumsum(0)]), _lines(lengths)
+    sizes = {"length": int(bounds[-1]) // contexts, "longest": int(filled.max())}
+    begin, bounds = on_device(bounds[line], device), on_device(bounds.int(), device)
     if contexts == 1:
         mine = torch.ones_like(pack.ids, dtype=torch.bool)
-        return ContextShare(bounds.int(), mine, bounds[line] + pack.positions, int(bounds[-1]))
-    piece_length = (filled // (2 * contexts))[line]
+        return ContextShare(bounds, mine, begin + pack.positions, **sizes)
+    piece_length = on_device((filled // (2 * contexts))[line], device)
     piece, offset = pack.positions // piece_length, pack.positions % piece_length
     first, second = piece == context, piece == 2 * contexts - 1 - context
-    place = bounds[line] // contexts + torch.where(second, piece_length, 0) + offset
-    return ContextShare(bounds.int(), first | second, place, int(bounds[-1]) // contexts)
+    place = begin // contexts + torch.where(second, piece_length, 0) + offset
+    return ContextShare(bounds, first | second, place, **sizes)
+
+
+def _lines(lengths: Tensor) -> Tensor:
+    """lengths [R] → [L] the row of each token"""
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+
+
+def _places(mine: Tensor, contexts: int) -> Tensor:
+    """Places where `mine` is true: all of them on the only context rank."""
+    return torch.arange(len(mine), device=mine.device) if contexts == 1 else mine.nonzero().flatten()

@@ -87,7 +87,7 @@ def test_a_score_that_fails_leaves_the_gradients(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.policy.model.model.layers[1].mlp, "forward", fails)
+        patch.setattr(engine.policy.model.model.layers[0].mlp, "forward", fails)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.score([pack])
     after = [one.grad.full_tensor() for one in engine.policy.parameters()]

@@ -208,6 +208,14 @@ def test_context_ranks_share_every_row_out(lengths: list[int], contexts: int, te
         assert cut.length % tensor == 0
 
 
+def test_a_layout_waits_for_no_device() -> None:
+    """A tensor on meta has no values to be read."""
+    pack = pack_of([5, 1, 3]).to(torch.device("meta"))
+    assert rectangle(pack, 2).arguments["input_ids"].shape == (3, 6)
+    cut = cut_rows(pack, 4, 2, 0)
+    assert (cut.length, cut.longest) == (8, 8)
+
+
 def test_an_empty_pack_has_a_layout() -> None:
     inputs = rectangle(empty_pack(), 2)
     assert inputs.arguments["input_ids"].tolist() == [[0, 0]]
