@@ -20,15 +20,16 @@ BOUNDS = [0, 5, 69, 70, 128]
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU: the kernel runs on one only")
 @pytest.mark.parametrize("forks", [None, (-1, 4, 40, -1)], ids=["apart", "shared"])
 @pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize(("kv_heads", "of_values"), [(8, 64), (2, 64), (8, 48)])
 def test_the_kernel_gives_what_rows_alone_give(
-    kv_heads: int, window: int | None, forks: tuple[int, ...] | None
+    kv_heads: int, of_values: int, window: int | None, forks: tuple[int, ...] | None
 ) -> None:
     torch.manual_seed(0)
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="cuda")
     seen = VisibleKeys.of(bounds, bounds.diff().cpu(), None if forks is None else torch.tensor(forks))
-    given = [torch.randn(1, heads, 128, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, kv_heads, kv_heads)]
-    factors = torch.randn(1, 8, 128, 64, device="cuda")
+    shapes = ((8, 64), (kv_heads, 64), (kv_heads, of_values))
+    given = [torch.randn(1, heads, 128, size, device="cuda", dtype=torch.bfloat16) for heads, size in shapes]
+    factors = torch.randn(1, 8, 128, of_values, device="cuda")
     results = []
     for attend in (attend_by_kernel, attend_by_row):
         inputs = [one.clone().requires_grad_() for one in given]
