@@ -56,7 +56,9 @@ def doctor(
     gpus: Annotated[
         str | None,
         typer.Option(
-            "--gpus", metavar="COUNTxGB", help="Propose layouts of the recipe's trainer on so many GPUs, such as 64x80."
+            "--gpus",
+            metavar="COUNTxGB",
+            help="Propose trainer layouts for COUNT GPUs with GB of memory each, such as 64x80.",
         ),
     ] = None,
 ) -> None:
@@ -196,7 +198,8 @@ SHOWN_LAYOUTS = 8
 
 def _layouts(recipe: Path | None, overrides: list[str], gpus: str, described: Path | None, as_json: bool) -> bool:
     """Return True if a layout fits. Raises `ConfigError`."""
-    from penstock.deploy.preflight.layouts import USABLE, find_layouts
+    from penstock.deploy.preflight.layouts import find_layouts
+    from penstock.deploy.preflight.memory_checks import USABLE
     from penstock.deploy.preflight.model_shape import described_shape, find_shape
 
     if (match := re.fullmatch(r"(\d+)x(\d+)", gpus)) is None or 0 in (count := (int(match[1]), int(match[2]))):

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from penstock.deploy.config import ConfigError, RunConfig
-from penstock.deploy.preflight.memory_checks import PROCESS, memory_changes
+from penstock.deploy.preflight.memory_checks import PROCESS, USABLE, memory_changes
 from penstock.deploy.preflight.model_shape import ModelShape
 from penstock.deploy.preflight.rank_memory import (
     BYTES,
@@ -32,8 +32,6 @@ from penstock.deploy.preflight.rank_memory import (
 )
 from penstock.trainer import TrainerConfig
 
-USABLE = 0.9
-"""Share of a device; the rest is fragments of torch's allocator."""
 MACHINE = 8
 """GPUs of a machine."""
 FLOPS, WITHIN, BETWEEN = 4e14, 3e11, 5e10
@@ -85,9 +83,8 @@ def find_layouts(config: RunConfig, shape: ModelShape, gpus: int, gpu_bytes: int
     limit = USABLE * gpu_bytes
     layouts = [_layout(config, shape, trainer) for trainer in _candidates(config.trainer, shape, gpus)]
     fitting = sorted((one for one in layouts if one.bytes <= limit), key=_cost)
-    first = {
-        one.trainer.parallel: one for one in reversed(fitting)
-    }  # of those that differ in recompute or offload alone
+    # Of layouts that differ in recompute or offload alone the first one stays.
+    first = {one.trainer.parallel: one for one in reversed(fitting)}
     return sorted(first.values(), key=_cost) or [min(layouts, key=lambda one: one.bytes)]
 
 
@@ -97,7 +94,7 @@ def _candidates(trainer: TrainerConfig, shape: ModelShape, gpus: int) -> Iterato
         for expert in _powers(together) if shape.experts else [1]:
             if shape.expert_count % expert:
                 continue
-            for context in {trainer.parallel.context * more for more in (1, 2, 4, 8)}:
+            for context in (trainer.parallel.context * more for more in (1, 2, 4, 8)):
                 if together % context == 0 and shape.heads % context == 0:
                     sizes = {"replicate": replicate, "expert": expert, "context": context}
                     yield from _memory_variants(trainer, sizes, gpus)

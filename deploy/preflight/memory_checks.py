@@ -63,6 +63,8 @@ ENGINES = "engines"
 PROCESS = "context and NCCL"
 ASLEEP = "processes asleep"
 OF_ENGINES = {ENGINES, ASLEEP}
+USABLE = 0.9
+"""Share of a device that a trainer fills; the rest is fragments of torch's allocator."""
 RESIDUE = 3 << 29
 """About what a process keeps on its device while it sleeps: the driver's context, NCCL's buffers, CUDA graphs."""
 
@@ -173,8 +175,7 @@ def busiest(config: RunConfig, shape: ModelShape, gpus: Gpus) -> dict[str, float
 
 def limit_of(parts: Mapping[str, float], gpus: Gpus) -> float:
     """An engine alone on a device leaves by its own share what others need."""
-    # With a trainer, a tenth of a device's memory is fragments of torch's allocator.
-    return gpus.bytes if parts.keys() <= OF_ENGINES else 0.9 * gpus.bytes
+    return gpus.bytes if parts.keys() <= OF_ENGINES else USABLE * gpus.bytes
 
 
 def _claim(config: RunConfig) -> float:

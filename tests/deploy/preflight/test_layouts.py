@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from benchmarks.simulator.mixtures import GPU_GB, MIXTURES, RECIPE, WORDS
 from penstock.deploy import RunConfig, app, load_config
-from penstock.deploy.preflight.layouts import USABLE, Layout, exchanged_bytes, find_layouts, received_bytes
+from penstock.deploy.preflight.layouts import Layout, exchanged_bytes, find_layouts, received_bytes
+from penstock.deploy.preflight.memory_checks import USABLE
 from penstock.deploy.preflight.model_shape import ModelShape, shape_from_config
 from penstock.trainer import TrainerConfig
 
@@ -20,9 +21,9 @@ GPU_BYTES = GPU_GB << 30
 
 
 def shape(name: str) -> ModelShape:
-    found = shape_from_config(MIXTURES[name])
-    assert found is not None
-    return found
+    mixture = shape_from_config(MIXTURES[name])
+    assert mixture is not None
+    return mixture
 
 
 def fits(layout: Layout) -> bool:
@@ -126,7 +127,7 @@ def test_the_command_prints_settings_and_says_if_none_fits(tmp_path: Path) -> No
     [
         ((str(RECIPE), "--gpus", "64"), "such as 64x80"),
         (("--gpus", "64x80"), "goes with a RECIPE"),
-        ((str(RECIPE), "model=nobody/knows-it", "--gpus", "64x80"), "name its config.json with --config"),
+        ((str(RECIPE), "model=unknown/model", "--gpus", "64x80"), "name its config.json with --config"),
         ((str(RECIPE), "trainer.parallel.tensor=2", "--gpus", "64x80"), "trainer.parallel.tensor 1"),
     ],
 )

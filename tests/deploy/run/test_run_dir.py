@@ -67,12 +67,13 @@ def test_an_untrained_run_that_may_live_keeps_its_name(tmp_path: Path, head: str
     refused(run, "--resume")
 
 
-def test_a_head_elsewhere_lives_while_it_writes(tmp_path: Path) -> None:
+def test_a_head_elsewhere_lives_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of this machine before a reboot: its run was alive for ever."""
     run = RunDir(tmp_path)
     run.connect_env.write_text("# head: another-boot:1:2:3\n")
     run.lives.write_text("{}")
-    long_ago = time.time() - 600
+    monkeypatch.setattr("penstock.deploy.run_dir.HEAD_SILENCE_S", 3600.0)  # longer than a slow machine takes here
+    long_ago = time.time() - 7200
     for written, alive in ((run.lives, True), (run.connect_env, False)):
         os.utime(written, (long_ago, long_ago))
         assert run.is_alive() is alive

@@ -20,7 +20,7 @@ import torch
 def streams_of(library: str) -> Iterator[None]:
     """Replaces `torch.cuda.Stream`, `Event`, `stream`, `current_stream` and `set_device` in this process.
 
-    `Stream.awaited` counts the works of another stream that a stream was told to wait for.
+    `Stream.awaited` counts the operations of another stream that `wait_stream` makes a stream wait for.
     """
     native: Any = ctypes.CDLL(library)
     native.fakeStream.restype = ctypes.c_void_p

@@ -35,7 +35,7 @@ def fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_server_and_weights_have_the_folder_of_a_hub_model(
     name: str, fetched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the name a server may find another revision, and a version's tensors would be compared with none."""
+    """Given the name, a server may load another revision, and the tensors of a version cannot be checked."""
     started = list[str]()
 
     async def start(server: Any) -> Installation:

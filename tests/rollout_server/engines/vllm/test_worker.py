@@ -1,6 +1,4 @@
-"""The code in vLLM's workers beside a device, without vLLM: its modules are stand-ins, and a device notes what waits
-for it.
-"""
+"""The code in vLLM's workers, without vLLM: stand-ins replace its modules and the device, which records each wait."""
 
 from __future__ import annotations
 
@@ -87,7 +85,7 @@ def engine_of(module: ModuleType, model: Any, device: Any) -> Any:
     return module.FileWeightEngine(None, config, device, model)
 
 
-def told(phase: str, report: Path, manifest: Manifest | None = None, **more: Any) -> dict[str, Any]:
+def update_of(phase: str, report: Path, manifest: Manifest | None = None, **more: Any) -> dict[str, Any]:
     report.mkdir(exist_ok=True)
     return {"phase": phase, "report": str(report), "manifest": manifest.as_dict() if manifest else {}, **more}
 
@@ -109,10 +107,10 @@ async def test_a_load_is_compared_once_it_is_done_on_the_device_and_no_phase_wai
     monkeypatch.setattr(module, "say_what_differs", lambda *what: waits.append("comparison") or compare(*what))
     engine = engine_of(module, Model(2, 3), torch.device("cpu"))
     engine.start_weight_update()
-    engine.update_weights(told("fetch", tmp_path / "read", manifest))
+    engine.update_weights(update_of("fetch", tmp_path / "read", manifest))
     await until(lambda: list((tmp_path / "read").glob("[0-9]*")))
     assert waits == []
-    engine.update_weights(told("load", tmp_path / "held", manifest))
+    engine.update_weights(update_of("load", tmp_path / "held", manifest))
     await until(lambda: list((tmp_path / "held").glob("[0-9]*")))
     assert waits == ["stream", "comparison"]
     assert [verdict.read_text() for verdict in (tmp_path / "held").iterdir()] == [""]
@@ -127,7 +125,7 @@ async def test_a_broadcast_that_begins_in_the_middle_of_a_load_arrives_on_the_wo
     engine = engine_of(module, Model(2, 3).to("meta"), torch.device("cuda", 3))
     monkeypatch.setattr(module.Offer, "parse", lambda plain: plain)
     monkeypatch.setattr(engine._staged, "receive", lambda offer, device: devices.append(device) or "state")
-    engine.update_weights(told("stage", tmp_path / "staged", offer={}))
+    engine.update_weights(update_of("stage", tmp_path / "staged", offer={}))
     await until(lambda: list((tmp_path / "staged").glob("[0-9]*")))
     assert devices == [torch.device("cuda", 3)]
     engine.shutdown()

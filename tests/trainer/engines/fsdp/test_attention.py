@@ -28,11 +28,11 @@ def test_the_kernel_gives_what_rows_alone_give(
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device="cuda")
     seen = VisibleKeys.of(bounds, bounds.diff().cpu(), None if forks is None else torch.tensor(forks))
     shapes = ((8, 64), (kv_heads, 64), (kv_heads, of_values))
-    given = [torch.randn(1, heads, 128, size, device="cuda", dtype=torch.bfloat16) for heads, size in shapes]
+    parts = [torch.randn(1, heads, 128, size, device="cuda", dtype=torch.bfloat16) for heads, size in shapes]
     factors = torch.randn(1, 8, 128, of_values, device="cuda")
     results = []
     for attend in (attend_by_kernel, attend_by_row):
-        inputs = [one.clone().requires_grad_() for one in given]
+        inputs = [one.clone().requires_grad_() for one in parts]
         query, key, value = inputs
         found = attend(query, seen.of_runs(key), seen.of_runs(value), seen, scaling=0.125, window=window)
         (found.float() * factors).sum().backward()

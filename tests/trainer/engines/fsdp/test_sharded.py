@@ -1,4 +1,4 @@
-"""What FSDP2 is asked for: how often it gathers weights, and that nothing stays of a forward that is over or failed."""
+"""Calls of FSDP2: weights are gathered once per pack, and no state remains of a forward that has ended or failed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_stop_before_the_first_forward_is_told_as_it_is(tiny_model: str, ranks
 def test_a_score_that_fails_leaves_the_gradients(
     tiny_model: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that a client of a service has added up."""
+    """A client of a service may have added up gradients before its score fails."""
     engine, pack = FSDPEngine(tiny_model, TrainerConfig(), ranks), one_pack(60, vocab=64)
     engine.accumulate([pack], lambda pack, outputs: outputs.logprobs.sum(), 1.0)
     before = [one.grad.full_tensor().clone() for one in engine.policy.parameters()]
