@@ -72,8 +72,11 @@ class LivingRun:
         return [process.pid for process in found]
 
     def kill_one(self, *words: str) -> int:
+        """Returns when those below it are gone too: one that ends with its parent is not taken for the next one."""
         pid = self.pids(*words)[0]
+        below = living_below(pid)
         os.kill(pid, signal.SIGKILL)
+        self.wait_for(lambda: not any(alive(one.pid) for one in below))
         return pid
 
     def rows(self, name: str) -> list[dict[str, Any]]:
