@@ -156,8 +156,14 @@ class LoraConfig(BaseModel):
     rank: int = Field(0, ge=0, description="Rank of the matrices; 0: no LoRA, the whole model learns.")
     alpha: float = Field(16.0, gt=0, description="Their product counts alpha / rank times.")
     targets: str | tuple[str, ...] = Field(
-        "all-linear", description="Names of the modules that get them, or all-linear: all matrices but the head."
+        "all-linear",
+        description="Names of the modules that get them; all-linear: all matrices but the head and those of experts "
+        "that are one stack; experts: those. [all-linear, experts] is both.",
     )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.targets,) if isinstance(self.targets, str) else self.targets
 
 
 class StopConfig(BaseModel):

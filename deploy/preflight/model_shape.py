@@ -24,7 +24,9 @@ class ModelShape:
     key_value: int
     mlp: int
     lora: int
-    """Parameters of LoRA's matrices per rank of theirs: Σ (rows + columns) of the layers' matrices."""
+    """Parameters of LoRA's matrices per rank of theirs: Σ (rows + columns) of the layers' matrices but the experts'."""
+    experts_lora: int = 0
+    """Same as `lora`, of all experts. Matrices that lie joined in memory (gate, up) have one A."""
     outer: int = 0
     """Parameters outside of the layers: embedding and head."""
     head: int = 0
@@ -59,6 +61,7 @@ def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | 
     outer = {name: math.prod(shape) for name, shape in weights.shapes.items() if not _in_layer(name)}
     return ModelShape(
         *(weights.parameters, layers, hidden, heads * head, key_value, mlp, sum(map(sum, matrices))),
+        experts_lora=sum(_of_experts(name, shape) for name, shape in weights.shapes.items() if ".experts." in name),
         outer=sum(outer.values()),
         head=next((size for name, size in outer.items() if "lm_head" in name), sum(outer.values())),
         experts=sum(math.prod(shape) for name, shape in weights.shapes.items() if ".experts." in name),
@@ -67,6 +70,15 @@ def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | 
         heads=heads,
         dtype=str(declared.get("dtype") or declared.get("torch_dtype") or "float32"),
     )
+
+
+def _of_experts(name: str, shape: tuple[int, ...]) -> int:
+    """Σ of the rows and columns of one expert's matrix, or of a stack of them; 0 of a bias."""
+    if len(shape) == 3:
+        return shape[0] * (shape[1] + shape[2])
+    if len(shape) != 2 or "bias" in name:
+        return 0
+    return shape[0] + (0 if any(part in name for part in (".gate_proj", ".w1")) else shape[1])
 
 
 def _in_layer(name: str) -> bool:

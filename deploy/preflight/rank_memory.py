@@ -99,7 +99,13 @@ def turn_parts(rank: Mapping[str, float], trainer: TrainerConfig) -> dict[str, f
 
 
 def learning_parameters(shape: ModelShape, trainer: TrainerConfig) -> int:
-    return shape.lora * trainer.lora.rank or shape.parameters
+    return _low_rank(shape, trainer, 1) or shape.parameters
+
+
+def _low_rank(shape: ModelShape, trainer: TrainerConfig, parts: int) -> int:
+    """Return the parameters of LoRA's matrices where experts lie in `parts`."""
+    experts = shape.experts_lora // parts if "experts" in trainer.lora.names else 0
+    return (shape.lora + experts) * trainer.lora.rank
 
 
 def needs_critic(config: RunConfig) -> bool:
@@ -196,7 +202,7 @@ def _learning(shape: ModelShape, trainer: TrainerConfig) -> _Learning:
     if trainer.engine == "megatron":  # it adds them up in its reduce buffers; the output layer's is made apart
         return _Learning(0, 0, shape.head / tensor)
     if trainer.lora.rank:
-        return _Learning(shape.lora * trainer.lora.rank / shape.layers / tensor, 0, 0)
+        return _Learning(_low_rank(shape, trainer, trainer.parallel.expert) / shape.layers / tensor, 0, 0)
     return _Learning(_layer(shape, trainer) / tensor, shape.outer / tensor, shape.head / tensor)
 
 

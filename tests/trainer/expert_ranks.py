@@ -3,7 +3,7 @@
 CASES is JSON: name → `model`, `config` of the trainer, `steps`, `replay` (packs name the experts), and `resume`,
 the case whose checkpoint is loaded. Each rank leaves the logprobs of its rows before the first step and the bytes that
 its tokens' rows travelled with in that step; rank 0 the gradients of that step and the weights after the last, under
-the parameters' names.
+the parameters' names and, merged, under those of the files.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
         norms.append([loss, engine.step(adam_settings(config, config.lr), loss).grad_norm])
     weights = {name: whole(one) for name, one in engine.policy.model.named_parameters()}
     engine.begin_save(store.unfinished(first + case["steps"])).result(timeout=60)
+    published = {n: t.contiguous() for n, t in engine.weights(torch.float32)}
     if engine.adapter_settings is None:
-        check_stream(own, engine, ranks, {n: t.contiguous() for n, t in engine.weights(torch.float32)})
+        check_stream(own, engine, ranks, published)
     report = {"scored": scored if ranks.is_replica_leader else [], "exchanged": exchanged[0], "computed": computed}
     loads = engine.take_router_loads()
     report |= {"learned": learned, "routed": [] if loads is None else [float(one.tokens[0]) for one in loads.layers]}
@@ -130,6 +131,7 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
         store.seal(first + case["steps"], DataCursor(), ranks.world, {})
         save_file(gradients, own / "gradients.safetensors")
         save_file(weights, own / "weights.safetensors")
+        save_file(published, own / "published.safetensors")
         (own / "norms.json").write_text(json.dumps(norms))
     ranks.own(mesh_of).close()
 

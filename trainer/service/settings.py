@@ -12,6 +12,7 @@ def check_settings(config: TrainerConfig) -> None:
         ("trainer.engine", config.engine != "fsdp", "fsdp"),
         ("trainer.ranks", config.ranks != 1, "1"),
         ("trainer.lora.rank", config.lora.rank == 0, "the largest rank that clients may ask for, for instance 32"),
+        ("trainer.lora.targets", "experts" in config.lora.names, "all-linear"),
         ("trainer.offload", bool(config.offload), "false"),
     ):
         if is_wrong:

@@ -2,7 +2,8 @@
 
     W' = W + s·B·A      A [r, in], B [out, r], W [out, in]; s = alpha / r, or alpha / √r with ``use_rslora``
 
-W is a tensor of version 0, the model folder that trainer and servers start from. Every adapter applies to that base,
+W is a tensor of version 0, the model folder that trainer and servers start from: a linear layer's ``weight``, or a
+stack of all experts of a layer [E, m, n], of which A is [E, r, n] and B [E, m, r]. Every adapter applies to that base,
 never to the adapter before. Anything else than such a W (DoRA, biases, embeddings, whole modules) is refused by name.
 """
 
@@ -84,23 +85,24 @@ class AdapterConfig:
 class LowRank:
     """The change of one tensor of the base."""
 
-    a: torch.Tensor  # [r, in]
-    b: torch.Tensor  # [out, r]
+    a: torch.Tensor  # [r, in]; of experts [E, r, n]
+    b: torch.Tensor  # [out, r]; of experts [E, m, r]
     scale: float
     transposed: bool
     """The base's is [in, out]."""
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Shape of the tensor that it changes."""
-        out, into = self.b.shape[0], self.a.shape[1]
-        return (into, out) if self.transposed else (out, into)
+        *count, out, into = *self.b.shape[:-1], self.a.shape[-1]
+        return (*count, into, out) if self.transposed else (*count, out, into)
 
     def add_to(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """`weight` with this added, in float32, rounded once to `dtype`. `weight` itself may be used up."""
-        target = weight.float().t() if self.transposed else weight.float()
-        total = target.addmm_(self.b.float(), self.a.float(), alpha=self.scale)
-        return (total.t() if self.transposed else total).to(dtype).contiguous()
+        target = weight.float().mT if self.transposed else weight.float()
+        add = target.addmm_ if target.dim() == 2 else target.baddbmm_
+        total = add(self.b.float(), self.a.float(), alpha=self.scale)
+        return (total.mT if self.transposed else total).to(dtype).contiguous()
 
 
 def changes_of(config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, LowRank]:
@@ -110,10 +112,10 @@ def changes_of(config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> di
         match = NAME.fullmatch(name)
         if not match:
             raise BadAdapter(f"tensor {name!r} is neither lora_A nor lora_B of a linear layer, in peft's names")
-        if tensor.dim() != 2 or not tensor.is_floating_point():
+        if tensor.dim() not in (2, 3) or not tensor.is_floating_point():
             form = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-            raise BadAdapter(f"tensor {name!r} is {form}, not a matrix of floats")
-        has, rank = tensor.shape[0 if match["side"] == "A" else 1], config.rank(match["module"])
+            raise BadAdapter(f"tensor {name!r} is {form}, not a matrix of floats or a stack of them")
+        has, rank = tensor.shape[-2 if match["side"] == "A" else -1], config.rank(match["module"])
         if has != rank:
             raise BadAdapter(f"tensor {name!r} has rank {has}, the adapter's settings say {rank}")
         sides.setdefault(match["module"], {})[match["side"]] = tensor
@@ -122,8 +124,13 @@ def changes_of(config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> di
     for module, pair in sides.items():
         if missing := {"A", "B"} - pair.keys():
             raise BadAdapter(f"tensor 'base_model.model.{module}.lora_{missing.pop()}.weight' is missing")
+        if pair["A"].shape[:-2] != pair["B"].shape[:-2]:
+            raise BadAdapter(f"lora_A and lora_B of {module!r} are of other numbers of experts")
     return {
-        f"{module}.weight": LowRank(pair["A"], pair["B"], config.scale(module), config.fan_in_fan_out)
+        # A stack is a parameter itself, a matrix that of a module.
+        f"{module}.weight" if pair["A"].dim() == 2 else module: LowRank(
+            pair["A"], pair["B"], config.scale(module), config.fan_in_fan_out
+        )
         for module, pair in sides.items()
     }
 

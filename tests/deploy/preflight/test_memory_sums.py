@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.deploy.preflight.preflight_support import MODEL, RECIPE, write_huge_model
+from tests.tiny_model import save_tiny_model
 
 from penstock.deploy import load_config
 from penstock.deploy.preflight.memory import copied_bytes, host_parts, received_bytes
@@ -71,6 +72,26 @@ def test_activations_of_a_longer_row_and_with_less_kept() -> None:
     assert rank(dtype="bfloat16", micro_batch_tokens=8192, tokens=16384)["activations"] == 2 * parts["all"]
     group = rank(ranks=4, dtype="bfloat16", micro_batch_tokens=8192, parallel={"tensor": 4})["activations"]
     assert parts["all"] / 4 < group < parts["all"], "the residual stream is not shared out"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+def test_matrices_of_experts_are_counted_as_they_lie_in_memory(kind: str, tmp_path: Path) -> None:
+    """The files of one have a tensor for each expert's gate and up, those of the other stacks, also of biases."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    folder = Path(save_tiny_model(tmp_path, kind, **sizes))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    stacks = [one.shape for one in model.parameters() if one.dim() == 3]
+    weights = read_weights(folder)
+    assert weights is not None
+    shape = shape_of(read_config(folder), weights)
+    assert shape is not None
+    assert shape.experts_lora == sum(count * (rows + columns) for count, rows, columns in stacks) > 0
+    some, whole = (replace(shape, lora=100, experts_lora=count) for count in (0, 1000))
+    both = TrainerConfig(dtype="float32", lora={"rank": 8, "targets": ("all-linear", "experts")})
+    first, second = (trainer_bytes(one, both, 64, critic=False)["gradients"] for one in (some, whole))
+    assert second == 11 * first
 
 
 def test_lora_learns_its_own_matrices_alone_and_a_critic_and_a_reference_add_theirs() -> None:

@@ -204,6 +204,7 @@ A, B = f"base_model.model.{Q}.lora_A.weight", f"base_model.model.{Q}.lora_B.weig
 WRONG: dict[str, tuple[Change, str]] = {
     "rank": (swap(A, torch.zeros(7, 64)), A),
     "the other side's rank": (swap(B, torch.zeros(128, 9)), B),
+    "one side a stack": (swap(A, torch.zeros(2, 8, 64)), f"lora_A and lora_B of '{Q}' are of other numbers of experts"),
     "shape": (swap(B, torch.zeros(64, 8)), f"{Q}.weight"),
     "unknown module": (rename("layers.0", "layers.7"), r"layers\.7.*which the model folder does not have"),
     "names of another wrapper": (rename("lora_A", "lora_A.default"), r"lora_A\.default"),

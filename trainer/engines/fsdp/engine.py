@@ -187,7 +187,7 @@ class FSDPEngine:
         for name, tensor in self.policy.adapter.tensors():
             full = gathered(tensor)
             if self._ranks.is_rank0:
-                yield name, full.detach().to("cpu", torch.float32, copy=True)
+                yield from self.policy.adapter.published(name, full.detach().to("cpu", torch.float32, copy=True))
 
     @property
     def state_bytes(self) -> int:

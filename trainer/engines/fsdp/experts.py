@@ -61,9 +61,9 @@ def experts_of(model: nn.Module, ranks: int) -> list[Any]:
     """Return the modules whose parameters are stacks over all experts of a layer, and which transformers calls with
     (hidden [T, H], experts [T, k], weights [T, k])."""
     kind, setting = type(model).__name__, f"trainer.parallel.expert is {ranks}"
-    modules: list[Any] = [one for one in model.modules() if _is_called_by_experts(one)]
+    modules: list[Any] = [one for one in model.modules() if is_called_by_experts(one)]
     owned = (getattr(one, "experts", None) for one in model.modules())
-    other = next((one for one in owned if isinstance(one, nn.Module) and not _is_called_by_experts(one)), None)
+    other = next((one for one in owned if isinstance(one, nn.Module) and not is_called_by_experts(one)), None)
     if other is not None:
         raise CannotSplitModel(
             f"{setting}, and the experts of {kind} ({type(other).__name__}) are not one stack of matrices that is "
@@ -80,7 +80,7 @@ def experts_of(model: nn.Module, ranks: int) -> list[Any]:
     return modules
 
 
-def _is_called_by_experts(module: Any) -> bool:
+def is_called_by_experts(module: Any) -> bool:
     """True for classes under transformers' `use_experts_implementation` whose parameters have a row per expert."""
     return hasattr(module, "is_transposed") and all(len(one) == module.num_experts for one in module.parameters())
 

@@ -4,12 +4,14 @@
 
 Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685), section 4.1. Only A and B have
 gradients and moments, only they are in checkpoints and in published versions; the reference policy is the same model
-with s = 0, so it needs no further weights.
+with s = 0, so it needs no further weights. peft puts them next to linear layers; those of experts that are one stack
+are ours (`experts_lora`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +22,28 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.trainer.config import LoraConfig
+from penstock.trainer.engines.fsdp.experts import is_called_by_experts
+from penstock.trainer.engines.fsdp.experts_lora import ALIGNED, ExpertsLora
+from penstock.trainer.engines.fsdp.host_states import on_this_rank
 from penstock.trainer.engines.fsdp.row_choice import first_sentence
 from penstock.trainer.engines.fsdp.saved_model import save_shared
 from penstock.trainer.job import BadJob
+from penstock.weight_sync import HubNames
 
 NAME = "default"
 """peft's name for the one adapter of a model; part of its parameters' names."""
+LOW_RANK = re.compile(r"\.lora_[AB][._]")
+"""Part of the name of each parameter of an adapter."""
+EXPERTS = "experts"
+"""Name in trainer.lora.targets of the modules that have all experts of a layer."""
+ALL_LINEAR = "all-linear"
 SEED = 0
 """Seed of A's first values: equal on all ranks, each of which keeps a part of it."""
 
 
 class LowRank(NamedTuple):
-    """The two matrices of one W, as they lie on this rank, and what their product is multiplied by."""
+    """The two matrices of one W, or stacks of them, as they lie on this rank, and what their product is multiplied
+    by."""
 
     a: Tensor
     b: Tensor
@@ -41,9 +53,9 @@ class LowRank(NamedTuple):
 class Adapter:
     """The low-rank matrices in a model. Where weights are sharded, what gives tensors out is a collective."""
 
-    def __init__(self, model: PreTrainedModel, config: LoraConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: LoraConfig, names: HubNames) -> None:
         """Puts them into `model`, in place. Raises `BadJob` where no module has one of the target names, or where
-        embedding, head or stacked experts have one, and `ImportError` where peft is not installed."""
+        embedding, head or a router have one, and `ImportError` where peft is not installed."""
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
         from peft.tuners.lora import LoraLayer
@@ -53,18 +65,23 @@ class Adapter:
         self._settings = PeftConfig(
             r=config.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
         )
-        try:
-            with torch.random.fork_rng(), weightless(model):
-                torch.manual_seed(SEED)
-                inject_adapter_in_model(self._settings, model, NAME)
-        except ValueError as error:
-            raise BadJob(f"trainer.lora.targets is {config.targets}: {first_sentence(error)}") from error
+        if targets:
+            try:
+                with torch.random.fork_rng(), weightless(model):
+                    torch.manual_seed(SEED)
+                    inject_adapter_in_model(self._settings, model, NAME)
+            except ValueError as error:
+                raise BadJob(f"trainer.lora.targets is {config.targets}: {first_sentence(error)}") from error
         if self._settings.target_parameters:
             raise BadJob(
                 f"trainer.lora.targets reaches {', '.join(sorted(self._settings.target_parameters))} of the experts or "
-                "their router, which get no low-rank matrices here: name modules of attention alone"
+                "their router, which get no low-rank matrices by that name: name modules of attention, and `experts`"
             )
         model.requires_grad_(False)
+        self._names = names
+        self._experts = _experts(model, config, names) if EXPERTS in config.names else {}
+        # What others who load the saved adapter look for: of experts the names in the files.
+        self._settings.target_modules = {*(self._settings.target_modules or ()), *self._names_of_experts()}
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
         # Logprobs are computed from the head's own weight; an adapter next to it would learn nothing.
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -74,6 +91,11 @@ class Adapter:
         for layer in self._layers.values():
             for side in (layer.lora_A, layer.lora_B):
                 side[NAME].requires_grad_(True)
+
+    def _names_of_experts(self) -> Iterator[str]:
+        for stack in (f"{name}.{own}" for name, experts in self._experts.items() for own in experts.stacks):
+            stored = (one for row in self._names.experts(stack) or () for one in row)
+            yield from (one.removesuffix(".weight").rpartition(".")[2] for one in stored)
 
     def lower_base(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """Keep what does not learn in `dtype`, in place. Before the model is sharded."""
@@ -87,35 +109,67 @@ class Adapter:
         settings: dict[str, Any] = self._settings.to_dict()
         return settings
 
+    @property
+    def has_experts(self) -> bool:
+        return bool(self._experts)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(peft's name, the tensor as it lies on this rank)"""
+        """(peft's name, the tensor as it lies on this rank); of experts whole stacks."""
         for name, layer in self._layers.items():
             for side in ("lora_A", "lora_B"):
                 yield f"base_model.model.{name}.{side}.weight", getattr(layer, side)[NAME].weight
+        for name, experts in self._experts.items():
+            yield from ((f"base_model.model.{name}.{ending}", tensor) for ending, tensor in experts.tensors())
+
+    def published(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield a whole one of `tensors` under the names of the model's files, by which servers merge: of experts that
+        the files have one by one, those of each of an expert's matrices."""
+        changed, side = name.removeprefix("base_model.model.").removesuffix(".weight").rsplit(".lora_", 1)
+        if tensor.dim() == 2:
+            changed += ".weight"
+        matrices: Iterable[tuple[str, Tensor]]
+        if (stored := self._names.stored_name(changed)) is not None:
+            matrices = [(stored, tensor)]
+        elif side == "B":  # joined as the stack is
+            matrices = self._names.split_experts(changed, tensor, 0)
+        else:  # one for all that the stack joins
+            rows = zip(self._names.experts(changed) or (), tensor, strict=True)
+            matrices = ((one, a.clone()) for row, a in rows for one in row)
+        for stored, matrix in matrices:
+            module = stored.removesuffix(".weight") if matrix.dim() == 2 else stored
+            yield f"base_model.model.{module}.lora_{side}.weight", matrix
 
     def of(self, name: str) -> LowRank | None:
         """Return the change of the parameter of this name (in the model with the adapter)."""
-        layer = (
-            self._layers.get(name.removesuffix(".base_layer.weight")) if name.endswith(".base_layer.weight") else None
-        )
+        owner, _, own = name.rpartition(".")
+        if (experts := self._experts.get(owner)) is not None and own in experts.stacks:
+            return LowRank(*experts.sides(own), experts.scale)
+        layer = self._layers.get(owner.removesuffix(".base_layer")) if name.endswith(".base_layer.weight") else None
         return LowRank(layer.lora_A[NAME].weight, layer.lora_B[NAME].weight, layer.scaling[NAME]) if layer else None
 
     def set_scale(self, scale: float) -> None:
         """Multiply the product of each two matrices by `scale` from here on."""
+        self._scale([scale] * (len(self._layers) + len(self._experts)))
+
+    def _scale(self, scales: Iterable[float]) -> list[float]:
+        """Returns those before."""
+        before, new = [], iter(scales)
         for layer in self._layers.values():
-            layer.scaling[NAME] = scale
+            before.append(layer.scaling[NAME])
+            layer.scaling[NAME] = next(new)
+        for experts in self._experts.values():
+            before.append(experts.scale)
+            experts.scale = next(new)
+        return before
 
     @contextmanager
     def off(self) -> Iterator[None]:
         """The model as it was before training."""
-        scales = [layer.scaling[NAME] for layer in self._layers.values()]
-        for layer in self._layers.values():
-            layer.scaling[NAME] = 0.0
+        before = self._scale([0.0] * (len(self._layers) + len(self._experts)))
         try:
             yield
         finally:
-            for layer, scale in zip(self._layers.values(), scales, strict=True):
-                layer.scaling[NAME] = scale
+            self._scale(before)
 
     def save(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Write a peft folder with `tensors`, which are complete and on the host."""
@@ -134,13 +188,16 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
     """Return the targets for peft, whose all-linear would also reach experts that are one parameter, and layers that it
     refuses. Raises `BadJob` for a name that peft would leave out without a word.
     """
-    if config.targets != "all-linear":
-        return config.targets if isinstance(config.targets, str) else _known(model, config.targets)
+    if isinstance(config.targets, str) and config.targets not in (ALL_LINEAR, EXPERTS):
+        return config.targets
+    named = _known(model, [one for one in config.names if one not in (ALL_LINEAR, EXPERTS)])
+    if ALL_LINEAR not in config.names:
+        return named
     owners = (module for module in model.modules() if not isinstance(module, nn.Conv1d))
     # All experts of a layer in one parameter [E, …].
     stacked = any(one.dim() == 3 for module in owners for one in module.parameters(recurse=False))
     if not stacked and model.config.model_type not in MAMBAS:
-        return "all-linear"
+        return ALL_LINEAR
     head = model.get_output_embeddings()
     # The class itself: a router that is a kind of linear layer returns more than its product.
     linear = {
@@ -149,7 +206,26 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> str | list[str]:
     # Names that peft uses for experts that are one parameter, anywhere in the model.
     experts = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
     excluded = (experts if stacked else set()) | ({"out_proj"} if model.config.model_type in MAMBAS else set())
-    return sorted(linear - excluded)
+    return sorted((linear - excluded) | set(named))
+
+
+def _experts(model: PreTrainedModel, config: LoraConfig, names: HubNames) -> dict[str, ExpertsLora]:
+    """Return the matrices of each layer's experts by the names of their modules."""
+    setting, kind = f"trainer.lora.targets has {EXPERTS}", type(model).__name__
+    modules = {name: one for name, one in model.named_modules() if is_called_by_experts(one)}
+    if not modules:
+        raise BadJob(f"{setting}, and {kind} has no experts that are one stack of matrices: remove it")
+    if config.rank % ALIGNED:
+        fits = -(-config.rank // ALIGNED) * ALIGNED
+        raise BadJob(f"{setting}, and trainer.lora.rank {config.rank} is no multiple of {ALIGNED}: set it to {fits}")
+    generator = torch.Generator().manual_seed(SEED)
+    layers = {
+        name: ExpertsLora(one, config.rank, config.alpha / config.rank, generator) for name, one in modules.items()
+    }
+    for stack in (f"{name}.{own}" for name, experts in layers.items() for own in experts.stacks):
+        if names.stored_name(stack) is None and names.experts(stack) is None:
+            raise BadJob(f"{setting}, and the files of {kind} have {stack} in parts of several experts: remove it")
+    return layers
 
 
 def _known(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
@@ -158,7 +234,7 @@ def _known(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
         if not any(name.endswith(f".{target}") for name in names):
             raise BadJob(
                 f"trainer.lora.targets has {target}, and {type(model).__name__} has no matrix of that name (those of "
-                "stacked experts get no low-rank matrices): remove it"
+                f"stacked experts are named {EXPERTS}): remove it"
             )
     return list(targets)
 
@@ -188,7 +264,7 @@ def named_weights(model: nn.Module, adapter: Adapter | None) -> Iterator[tuple[s
     A tied embedding comes once, under its first name.
     """
     for name, parameter in model.named_parameters():
-        if f".lora_A.{NAME}." not in name and f".lora_B.{NAME}." not in name:
+        if not LOW_RANK.search(name):
             yield name.replace(".base_layer.", "."), parameter, adapter.of(name) if adapter else None
     persistent = model.state_dict().keys()
     yield from ((name, buffer, None) for name, buffer in model.named_buffers() if name in persistent)
@@ -202,8 +278,16 @@ def gathered(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def merged(tensor: Tensor, change: LowRank | None) -> Tensor:
     """W', whole; in float32 where something is added. A collective if they are sharded."""
-    full = gathered(tensor)
+    return _added(gathered(tensor), change and LowRank(gathered(change.a), gathered(change.b), change.scale))
+
+
+@torch.no_grad()
+def merged_part(tensor: DTensor, change: LowRank | None) -> Tensor:
+    """`merged` of this rank's experts, whose matrices lie as they do."""
+    return _added(tensor.to_local(), change and LowRank(on_this_rank(change.a), on_this_rank(change.b), change.scale))
+
+
+def _added(weight: Tensor, change: LowRank | None) -> Tensor:
     if change is None:
-        return full
-    product = gathered(change.b).float() @ gathered(change.a).float()
-    return torch.add(full.float(), product, alpha=change.scale)
+        return weight
+    return torch.add(weight.float(), change.b.float() @ change.a.float(), alpha=change.scale)

@@ -131,7 +131,9 @@ def load_policy(
         with_coarse=config is not None and config.distill.in_loss > 0,
     )
     if config is not None and config.lora.rank:
-        policy.adapter = Adapter(loaded.model, config.lora)
+        policy.adapter = Adapter(loaded.model, config.lora, loaded.names)
+        if config.liger and policy.adapter.has_experts:
+            raise BadJob("trainer.liger computes experts without their low-rank matrices: set it to false")
         # No master is needed of what does not learn; where the folder has no more bits, none are lost.
         if config.dtype == "bfloat16" and AutoConfig.from_pretrained(model).dtype == torch.bfloat16:
             policy.adapter.lower_base(loaded.model, torch.bfloat16)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.trainer.engines.fsdp.experts import DIMENSION
-from penstock.trainer.engines.fsdp.lora import LowRank, merged, named_weights
+from penstock.trainer.engines.fsdp.lora import LowRank, merged, merged_part, named_weights
 from penstock.weight_sync import HubNames, Shard, host_copy
 
 
@@ -116,7 +116,7 @@ def host_weight(tensor: Tensor, change: LowRank | None, dtype: torch.dtype, rank
         full = merged(tensor, change)
         return host_copy(full, dtype) if rank == 0 else None
     whole = torch.empty(tensor.shape, dtype=dtype) if rank == 0 else None
-    local, first = tensor.to_local(), 0
+    local, first = merged_part(tensor, change), 0
     for owner, count in _rows(tensor).items():
         rows = local.new_empty(count, *tensor.shape[1:], dtype=dtype)
         if rank == owner:

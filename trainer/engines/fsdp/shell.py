@@ -8,7 +8,6 @@ experts, those of its rows. Values are those of `from_pretrained`, to the bit.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from penstock.trainer.engines.fsdp.lora import LOW_RANK
 from penstock.trainer.engines.fsdp.row_choice import first_sentence
 from penstock.trainer.engines.fsdp.small_copy import NoCopy, small_copy
 from penstock.trainer.engines.fsdp.tensor_files import TensorFiles, weight_files
@@ -55,9 +55,8 @@ class ModelShell:
         bad: list[str] = []
         with TensorFiles(self.files) as files:
             for key, parameter in self.model.named_parameters():
-                if parameter.is_meta or re.search(
-                    r"\.lora_[AB]\.", key
-                ):  # of a critic's body, the head that it has no use for
+                # Of a critic's body, the head that it has no use for.
+                if parameter.is_meta or LOW_RANK.search(key):
                     continue
                 name = key.replace(".base_layer.", ".")
                 local, where = local_part(parameter)

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import transformers
 from expert_ranks import LENGTHS, PER_TOKEN
+from mixtures import FAMILIES, QWEN
 from plain_steps import STEPS, assert_close, assert_equal, launch, plain, reports
 from safetensors.torch import load_file
 from tests.tiny_model import SHAPE, save_tiny_model
@@ -22,32 +23,6 @@ from penstock.trainer.engines.fsdp.tensor_parallel import CannotSplitModel
 
 pytestmark = pytest.mark.torch
 HIDDEN = SHAPE["hidden_size"]
-GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
-QWEN = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DELTA = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-    "shared_expert_intermediate_size": 16,
-}
-MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3Moe": {**QWEN, "norm_topk_prob": True, "tie_word_embeddings": False},
-    "GptOss": {"num_local_experts": 8, "num_experts_per_tok": 2, "layer_types": ["sliding_attention"] * 2},
-    "Qwen3_5Moe": {**QWEN, **DELTA},
-    "Qwen3Next": {**QWEN, **DELTA},
-    "Glm4Moe": {**GROUPS, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    "DeepseekV3": {**GROUPS, **MLA, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    "NemotronH": {
-        **GROUPS,
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
-        **{"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "chunk_size": 16, "n_groups": 1},
-        "moe_shared_expert_intermediate_size": 16,
-        "num_hidden_layers": 4,
-    },
-}
 LLAMA4 = {"num_local_experts": 4, "moe_layers": [1], "interleave_moe_layer_step": 2, "intermediate_size_mlp": 64}
 
 
@@ -127,13 +102,22 @@ def test_a_checkpoint_goes_on_in_any_layout_and_number_of_ranks(
 
 
 @pytest.mark.deep
-def test_low_rank_matrices_of_attention_learn_beside_experts_over_ranks(models: dict[str, str], tmp_path: Path) -> None:
-    lora = {"lora": {"rank": 4}}
-    parallel = {"whole": {}, "parts": {"expert": 2}}
-    cases = {name: case(models["Qwen3Moe"], {**lora, "parallel": one}) for name, one in parallel.items()}
-    launch(tmp_path, 4, cases)
-    whole, parts = (load_file(tmp_path / name / "weights.safetensors") for name in cases)
-    assert_close(parts, whole, 1e-5)
+@pytest.mark.parametrize("targets", ["all-linear", ["all-linear", "experts"]])
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "GptOss"])
+def test_low_rank_matrices_learn_beside_experts_over_ranks(
+    kind: str, targets: Any, models: dict[str, str], tmp_path: Path
+) -> None:
+    def of(parallel: dict[str, int], steps: int = STEPS, resume: str = "") -> dict[str, Any]:
+        lora = {"rank": 8, "targets": targets}
+        return case(models[kind], {"lora": lora, "parallel": parallel}, steps, resume)
+
+    parts = {"two parts": of({"expert": 2}), "two sets": of({"expert": 2, "replicate": 2}), "four": of({"expert": 4})}
+    resumed = {"begun": of({"expert": 2}, 2), "parts → four": of({"expert": 4}, 1, "begun")}
+    launch(tmp_path, 4, {"whole": of({}), **parts, **resumed, "parts → whole": of({}, 1, "begun")})
+    for name in (*parts, "parts → four", "parts → whole"):
+        for file in ("weights", "published"):
+            found, whole = (load_file(tmp_path / one / f"{file}.safetensors") for one in (name, "whole"))
+            assert_close(found, whole, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from penstock.trainer.config import LoraConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
 from penstock.trainer.engines.fsdp.lora import Adapter
 from penstock.trainer.state.checkpoint import CheckpointStore
-from penstock.weight_sync import Manifest, Merger, read_verified
+from penstock.weight_sync import HubNames, Manifest, Merger, read_verified
 
 pytestmark = pytest.mark.torch
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
@@ -59,23 +59,22 @@ def test_before_training_it_is_the_model_and_only_matrices_learn(tiny_model: str
 def test_embedding_and_head_get_no_matrices(name: str, tiny_model: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     with pytest.raises(BadJob, match=rf"trainer\.lora\.targets has (model\.)?{name}: embedding and head"):
-        Adapter(model, LoraConfig(rank=4, targets=("q_proj", name)))
+        Adapter(model, LoraConfig(rank=4, targets=("q_proj", name)), HubNames.of(model))
 
 
 @pytest.mark.parametrize(
     ("targets", "named"),
     [
         (("q_proj", "gate_up_proj"), r"has gate_up_proj, and Qwen3MoeForCausalLM has no matrix of that name"),
-        (("q_proj", "experts"), "has experts, .*: remove it"),
         (("q_proj", "gate"), r"reaches gate.weight of the experts or their router.*: name modules of attention"),
         (r".*\.experts", r"is \.\*\\.experts: Target module"),
     ],
 )
-def test_experts_get_no_matrices(targets: Any, named: str, tmp_path: Path) -> None:
+def test_a_name_that_reaches_no_linear_layer_is_refused(targets: Any, named: str, tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, "Qwen3Moe", **experts))
     with pytest.raises(BadJob, match=rf"^trainer\.lora\.targets {named}"):
-        Adapter(model, LoraConfig(rank=4, targets=targets))
+        Adapter(model, LoraConfig(rank=4, targets=targets), HubNames.of(model))
 
 
 def test_in_bfloat16_only_the_matrices_have_masters(tmp_path: Path, ranks: Ranks) -> None:
