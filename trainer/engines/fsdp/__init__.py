@@ -44,8 +44,11 @@ def check(config: TrainerConfig) -> None:
         )
     if config.lora.rank and find_spec("peft") is None:
         raise BadJob("trainer.lora needs the package peft: pip install 'penstock[lora]'")
-    if "experts" in config.lora.names and config.parallel.tensor > 1:
-        raise BadJob("trainer.lora.targets has experts, which trainer.parallel.tensor does not split: set it to 1")
+    if "experts" in config.lora.names and (config.parallel.tensor > 1 or config.compile):
+        raise BadJob(
+            "trainer.lora.targets has experts, which go neither with trainer.parallel.tensor nor with trainer.compile: "
+            "set these to 1 and false"
+        )
     if config.liger and find_spec("liger_kernel") is None:
         raise BadJob("trainer.liger needs the package liger-kernel: pip install liger-kernel")
 
