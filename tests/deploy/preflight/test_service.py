@@ -25,7 +25,10 @@ def checks_of(*overrides: str, **environment: str) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in json.loads(result.stdout)["checks"]}
 
 
-def test_a_recipe_that_can_be_served_is_told_its_room_for_adapters(tmp_path: Path) -> None:
+def test_a_recipe_that_can_be_served_is_told_its_room_for_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.deploy.preflight.disk.SLOW_SYNC_S", 600.0)  # other work may keep the disk busy
     recipe = tmp_path / "serve.yaml"
     recipe.write_text(f"name: mine\nmodel: {RECIPE.parent / 'calculator' / 'model'}\nruns_dir: {tmp_path}/runs\n")
     result = invoke("doctor", str(recipe), "--serve", "--json", RANK)

@@ -79,7 +79,8 @@ def test_whatever_surrounds_the_trainer_waits_longer(
     assert f"--linger-s {own_s:.0f} " in text
 
 
-def test_doctor_says_that_a_small_checkpoint_has_time(tmp_path: Path) -> None:
+def test_doctor_says_that_a_small_checkpoint_has_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.deploy.preflight.stop_grace.measure", lambda _folder: (1e9, 0.001))
     (found,) = check_stop_grace(configured(f"runs_dir={tmp_path}"))
     assert found.ok
     assert not found.warns
