@@ -202,6 +202,7 @@ class VLLMWeights(HttpWeights[Manifest]):
             "phase": phase,
             "report": str(report),
             "manifest": manifest.as_dict() if manifest else {},
+            "workers": self.world_size,
         }
         if offer is not None:
             info["offer"] = offer.as_dict()

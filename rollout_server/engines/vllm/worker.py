@@ -89,6 +89,9 @@ class FileUpdateInfo(WeightTransferUpdateInfo):
     manifest: dict[str, Any]
     """`Manifest.as_dict`, with a path."""
     phase: Literal["fetch", "load", "stage", "join", "receive"]
+    workers: int
+    """Workers of the server, over all of its data-parallel engines: in a worker of a model without experts vLLM's
+    configuration says that there is one engine."""
     report: str = ""
     """Folder in which each worker says, by a file of its process number, how its reading (of the phase ``fetch``), its
     comparison (of ``load``) or its part of a broadcast ended: what is wrong, or nothing, or what came. vLLM's routes
@@ -109,7 +112,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._receiver = ThreadPoolExecutor(1, thread_name_prefix="broadcast")
         self._weights = WeightReader()
-        self._staged: StagedMemory | StagedWeights = StagedWeights() if self._alone else StagedMemory()
+        self._staged: StagedMemory | StagedWeights | None = None
         self._in_place = InPlaceWorker()
         self._fetched: tuple[Manifest, Future[Tensors]] | None = None
 
@@ -128,6 +131,8 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
     def receive_weights(self, update_info: FileUpdateInfo) -> None:
         """One phase. Raises `WeightsRefused` before anything is touched where the bytes of a load do not verify."""
         report = Path(update_info.report)
+        if self._staged is None:  # other workers map what the first one receives
+            self._staged = StagedWeights() if update_info.workers == 1 else StagedMemory()
         if update_info.phase == "stage":
             if self._receives:
                 self._receiver.submit(self._stage, Offer.parse(update_info.offer), report)
@@ -161,12 +166,8 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
         """This worker takes part in broadcasts, for all of the server's."""
         return not self.parallel_config.rank and not self.parallel_config.data_parallel_index
 
-    @property
-    def _alone(self) -> bool:
-        """The server has no other worker that would map what this one receives."""
-        return self.parallel_config.world_size == 1 and self.parallel_config.data_parallel_size == 1
-
     def _stage(self, offer: Offer, report: Path) -> None:
+        assert self._staged is not None
         verdict = f"{LOST}this worker could not receive"
         try:
             verdict = self._staged.receive(offer, device=self.device)
@@ -226,6 +227,7 @@ class FileWeightEngine(WeightTransferEngine[FileInitInfo, FileUpdateInfo]):
             return self._staged.take(manifest)
         if not self._receives:
             return self._weights.shared(manifest)
+        assert self._staged is not None
         version = self._staged.take(manifest)
         self._weights.share(manifest, version)
         return version

@@ -80,14 +80,15 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
 
 
 def engine_of(module: ModuleType, model: Any, device: Any) -> Any:
-    parallel = SimpleNamespace(rank=0, world_size=1, data_parallel_size=1, data_parallel_index=0)
+    parallel = SimpleNamespace(rank=0, data_parallel_index=0)
     config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(hf_text_config=None))
     return module.FileWeightEngine(None, config, device, model)
 
 
 def update_of(phase: str, report: Path, manifest: Manifest | None = None, **more: Any) -> dict[str, Any]:
     report.mkdir(exist_ok=True)
-    return {"phase": phase, "report": str(report), "manifest": manifest.as_dict() if manifest else {}, **more}
+    plain = manifest.as_dict() if manifest else {}
+    return {"phase": phase, "workers": 1, "report": str(report), "manifest": plain, **more}
 
 
 async def test_a_load_is_compared_once_it_is_done_on_the_device_and_no_phase_waits_for_other_streams(
@@ -117,15 +118,17 @@ async def test_a_load_is_compared_once_it_is_done_on_the_device_and_no_phase_wai
     engine.shutdown()
 
 
+@pytest.mark.parametrize(("workers", "memory"), [(1, "StagedWeights"), (2, "StagedMemory")])
 async def test_a_broadcast_that_begins_in_the_middle_of_a_load_arrives_on_the_workers_device(
-    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: int, memory: str, module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until a layer is whole, its parameters are placeholders."""
+    """Until a layer is whole, its parameters are placeholders. Other workers of the server map what arrives."""
     devices = list[Any]()
     engine = engine_of(module, Model(2, 3).to("meta"), torch.device("cuda", 3))
     monkeypatch.setattr(module.Offer, "parse", lambda plain: plain)
-    monkeypatch.setattr(engine._staged, "receive", lambda offer, device: devices.append(device) or "state")
-    engine.update_weights(update_of("stage", tmp_path / "staged", offer={}))
+    receive = lambda _staged, offer, device: devices.append(device) or "state"  # noqa: E731
+    monkeypatch.setattr(getattr(module, memory), "receive", receive)
+    engine.update_weights(update_of("stage", tmp_path / "staged", offer={}, workers=workers))
     await until(lambda: list((tmp_path / "staged").glob("[0-9]*")))
     assert devices == [torch.device("cuda", 3)]
     engine.shutdown()
