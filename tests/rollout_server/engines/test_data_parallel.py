@@ -11,11 +11,23 @@ import pytest
 import pytest_asyncio
 from tests.rollout_server.conformance.subject import Subject, prompt
 from tests.rollout_server.conftest import Reference, ask, members, skip_without, whole
-from tests.rollout_server.engines.test_tensor_parallel import TOLERANCE, check_answer, ran_ns, title, update_under_load
+from tests.rollout_server.engines.test_tensor_parallel import (
+    ENGINES,
+    TOLERANCE,
+    check_answer,
+    ran_ns,
+    title,
+    update_under_load,
+)
 
 pytest.importorskip("torch")
 
-TWO_ENGINES: dict[str, dict[str, Any]] = {"vllm": {"vllm_args": {"data_parallel_size": 2}}}
+TWO_ENGINES: dict[str, dict[str, Any]] = {
+    "vllm": {"vllm_args": {"data_parallel_size": 2}},
+    "sglang": {"sglang_args": {"dp_size": 2}},
+}
+PROCESS = {"vllm": "EngineCore", "sglang": "scheduler"}
+"""Part of the title of an engine's process."""
 PROMPTS = 6
 pytestmark = [
     pytest.mark.deep,
@@ -24,7 +36,7 @@ pytestmark = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENGINES)
 async def server(
     request: pytest.FixtureRequest, tiny_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Subject]:
@@ -45,7 +57,7 @@ def subject(request: pytest.FixtureRequest, server: Subject) -> Subject:
 
 
 def engines(subject: Subject) -> list[int]:
-    return [pid for pid in members(subject.process_group) if "EngineCore" in title(pid)]
+    return [pid for pid in members(subject.process_group) if PROCESS[subject.name] in title(pid)]
 
 
 async def check_holds(subject: Subject, reference: Reference, version: int) -> None:

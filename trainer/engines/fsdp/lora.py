@@ -80,8 +80,8 @@ class Adapter:
         model.requires_grad_(False)
         self._names = names
         self._experts = _experts(model, config, names) if EXPERTS in config.names else {}
-        # What others who load the saved adapter look for: of experts the names in the files.
-        self._settings.target_modules = {*(self._settings.target_modules or ()), *self._names_of_experts()}
+        if self._experts:  # what others who load the saved adapter look for: the names in the files
+            self._settings.target_modules = {*(self._settings.target_modules or ()), *self._names_of_experts()}
         self._layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, LoraLayer)}
         # Logprobs are computed from the head's own weight; an adapter next to it would learn nothing.
         ends = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,15 @@ def test_a_name_that_reaches_no_linear_layer_is_refused(targets: Any, named: str
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, "Qwen3Moe", **experts))
     with pytest.raises(BadJob, match=rf"^trainer\.lora\.targets {named}"):
         Adapter(model, LoraConfig(rank=4, targets=targets), HubNames.of(model))
+
+
+def test_targets_may_be_an_expression(tiny_model: str, tmp_path: Path, ranks: Ranks) -> None:
+    config = CONFIG.model_copy(update={"lora": LoraConfig(rank=4, targets=r".*\.[qv]_proj")})
+    engine = FSDPEngine(tiny_model, config, ranks)
+    assert {name.split(".")[-3] for name, _ in engine.adapter_weights()} == {"q_proj", "v_proj"}
+    engine.save_adapter(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["target_modules"] == r".*\.[qv]_proj"
 
 
 def test_in_bfloat16_only_the_matrices_have_masters(tmp_path: Path, ranks: Ranks) -> None:
