@@ -29,7 +29,7 @@ from penstock.trainer import ModelLimits, Ranks, TrainerConfig, make_row
 from penstock.trainer.batch import Row
 from penstock.trainer.config import adam_settings
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.trainer.engines.fsdp.sharded import mesh_of
+from penstock.trainer.engines.fsdp.mesh import mesh_of
 from penstock.trainer.packing import Pack, pack_rows
 from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.transfer_queue import DataCursor, Segment

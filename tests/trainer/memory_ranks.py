@@ -34,7 +34,7 @@ from benchmarks.support.forked_ranks import forked_ranks
 from benchmarks.support.meter import Meter
 from penstock.trainer import Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine, local_part
-from penstock.trainer.engines.fsdp.sharded import mesh_of
+from penstock.trainer.engines.fsdp.mesh import mesh_of
 from penstock.trainer.logprobs import GPU_TILE_ELEMENTS, VOCAB_TILE
 
 

@@ -34,7 +34,8 @@ from trainer_support import continued, make_trajectory, newest, taught
 from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_batch
 from penstock.trainer.batch import share_of
 from penstock.trainer.engines.fsdp import FSDPEngine, activation_offload, local_part
-from penstock.trainer.engines.fsdp.sharded import check_copies, mesh_of
+from penstock.trainer.engines.fsdp.mesh import mesh_of
+from penstock.trainer.engines.fsdp.sharded import check_copies
 from penstock.trainer.state.checkpoint import CheckpointStore
 from penstock.transfer_queue import Batch, DataCursor
 from penstock.weight_sync import Manifest, WeightFiles, WeightSource, read_verified, spread_shards

@@ -20,7 +20,7 @@ from trainer_support import one_pack
 
 from penstock.trainer import BadJob, Ranks, TrainerConfig
 from penstock.trainer.engines.fsdp import FSDPEngine
-from penstock.trainer.engines.fsdp.sharded import mesh_of
+from penstock.trainer.engines.fsdp.mesh import mesh_of
 from penstock.trainer.engines.fsdp.shell import NeedsWholeModel, open_shell
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from penstock.trainer import Ranks
 from penstock.trainer.engines.fsdp.attention import VisibleKeys, packed_attention
 from penstock.trainer.engines.fsdp.context import ContextGroup, Exchange
-from penstock.trainer.engines.fsdp.sharded import Mesh
+from penstock.trainer.engines.fsdp.mesh import Mesh
 from penstock.trainer.engines.fsdp.tensor_parallel import plan_of, split_over
 from penstock.trainer.logprobs import Head, token_logprobs
 from penstock.trainer.ranks.layout import RankLayout
