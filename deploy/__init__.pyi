@@ -1,12 +1,12 @@
 from .cli import app as app
 from .commands.run import run_recipe as run_recipe
-from .config import ConfigError as ConfigError
 from .config import RunConfig as RunConfig
 from .config import dump_config as dump_config
 from .config import load_config as load_config
 from .config import load_sandbox as load_sandbox
 from .config import parse_config as parse_config
 from .preflight.agent import check_template as check_template
+from .recipe_tree import ConfigError as ConfigError
 from .rehearsal import rehearse_recipe as rehearse_recipe
 from .rehearsal import rows_of as rows_of
 from .run.connection import RunConnection as RunConnection

@@ -6,7 +6,7 @@ Every error names the key and how to fix it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,28 +14,29 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-import penstock
-from penstock.agent_loops import AgentConfig, search_folders
-from penstock.common.registry import nearest
+from penstock.agent_loops import AgentConfig
 from penstock.dashboard import DashboardConfig
-from penstock.datasets import HARBOR
 from penstock.deploy.config_schema import ConfigSchema
 from penstock.deploy.costs import CostConfig
-from penstock.deploy.pretrained import find_fetched
-from penstock.deploy.python_recipe import BadRecipe, read_python_recipe
+from penstock.deploy.recipe_tree import (
+    ConfigError,
+    change_paths,
+    read_recipe,
+    references,
+    resolve_paths,
+    set_key,
+    yaml_problem,
+)
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
 from penstock.tools import ToolConfig, read_tools
 from penstock.trainer import DataConfig, SftConfig, TrainerConfig
 from penstock.transfer_queue import TransferQueueConfig
 
-RECIPES = Path(penstock.__file__).parent / "recipes"
-"""The recipes that ship with Penstock, in a checkout and in a wheel."""
 NO_TASKS = "none"
 """`data.train` of a recipe for `penstock sft` that names no tasks."""
-RUN_FILE, ABOVE, CODE = "config.yaml", "..", "code"
-"""Names in a run's folder: its configuration, the `runs_dir` in it (the folder above, wherever that is), and the copies
-of the Python files that it names, each under its absolute path."""
+RUN_FILE, ABOVE = "config.yaml", ".."
+"""The configuration in a run's folder, and the `runs_dir` in it: the folder above, wherever that is."""
 STALENESS_NAMES = {"sync": 0, "one_step_off": 1, "fully_async": 2}
 
 
@@ -179,10 +180,6 @@ class RunConfig(BaseModel):
 SCHEMA = ConfigSchema(RunConfig)
 
 
-class ConfigError(Exception):
-    """The recipe or an override is invalid; the message may have several lines."""
-
-
 def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool = True) -> RunConfig:
     """Read `recipe` (YAML or Python), apply ``a.b=value`` overrides (values are YAML), resolve paths, check everything.
 
@@ -192,17 +189,17 @@ def load_config(recipe: Path, overrides: Sequence[str] = (), *, with_tasks: bool
     Penstock. The configuration of a run (`dump_config`) is read as of the folder where it is, which may have moved.
     `with_tasks`: `data.train` is required. Raises `ConfigError`.
     """
-    tree = _read_recipe(recipe)
+    tree = read_recipe(recipe)
     if recipe.name == RUN_FILE and tree.get("runs_dir") == ABOVE:
         run = recipe.parent.resolve()
         tree |= {"runs_dir": str(run.parent), "name": run.name}
     if not with_tasks:
         tree["data"] = {"train": NO_TASKS, **(tree.get("data") or {})}
     folders = [recipe.parent.resolve(), Path.cwd()]
-    _resolve_paths(tree, folders)
+    resolve_paths(tree, folders)
     for override in overrides:
         _apply_override(tree, override)
-    _resolve_paths(tree, folders[::-1])
+    resolve_paths(tree, folders[::-1])
     return parse_config(tree, str(recipe), overrides)
 
 
@@ -211,7 +208,7 @@ def load_sandbox(recipe: Path | None, overrides: Sequence[str] = ()) -> SandboxC
 
     Raises `ConfigError`.
     """
-    tree = {"sandbox": (_read_recipe(recipe) if recipe is not None else {}).get("sandbox") or {}}
+    tree = {"sandbox": (read_recipe(recipe) if recipe is not None else {}).get("sandbox") or {}}
     for override in overrides:
         _apply_override(tree, override)
     if strangers := sorted(set(tree) - {"sandbox"}):
@@ -238,68 +235,18 @@ def dump_config(config: RunConfig, run: Path | None = None) -> str:
     tree = config.model_dump(mode="json")
     if run is not None:
         tree["runs_dir"] = ABOVE
-        _change_paths(tree, lambda text: text.removeprefix(f"{run}/"))
+        change_paths(tree, lambda text: text.removeprefix(f"{run}/"))
     return yaml.safe_dump(tree, sort_keys=False)
 
 
 def code_files(config: RunConfig) -> set[Path]:
     """Return the Python files that loops, environments, rewards and tools name."""
     files = set[Path]()
-    names = (holder.get(key) for holder, key in _references(config.model_dump(mode="json")))
+    names = (holder.get(key) for holder, key in references(config.model_dump(mode="json")))
     for name in names:
         if isinstance(name, str) and ".py:" in name and (file := Path(name.rpartition(":")[0])).is_file():
             files.add(file)
     return files
-
-
-def _read_recipe(recipe: Path) -> dict[str, Any]:
-    if not recipe.is_file():
-        if recipe.is_dir():
-            raise ConfigError(f"{recipe}: a folder, and not a run's: give the recipe's file, *.yaml or *.py")
-        shipped = [str(file.relative_to(RECIPES)) for file in RECIPES.rglob("*.yaml")]
-        own = [file.name for end in ("yaml", "py") for file in recipe.parent.glob(f"*.{end}")]
-        hint = nearest(recipe.name, own, cutoff=0.8) or nearest(str(recipe).removeprefix("recipes/"), shipped)
-        raise ConfigError(f"{recipe}: no such recipe file{hint or '; `penstock recipes` lists those that ship'}")
-    if recipe.suffix == ".py":
-        return _read_python(recipe)
-    try:
-        tree = yaml.safe_load(recipe.read_text())
-    except yaml.YAMLError as error:
-        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{recipe}{place}: not valid YAML: {_yaml_problem(error)}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"{recipe}: a recipe is a mapping of sections (model, data, trainer …), not {type(tree).__name__}"
-        )
-    return tree
-
-
-def _read_python(recipe: Path) -> dict[str, Any]:
-    """The tree of a Python recipe; a part of the file is the default of its key."""
-    try:
-        settings, parts = read_python_recipe(recipe)
-    except BadRecipe as error:
-        raise ConfigError(str(error)) from None
-    tree: dict[str, Any] = {}
-    for dotted, value in settings.items():
-        known = _section(tree, dotted.split("."))
-        if known and isinstance(value, dict):
-            _merge(known, value)  # dotted keys and their sections may come in any order
-        else:
-            set_key(tree, dotted, value, f"{recipe}, SETTINGS[{dotted!r}]")
-    for dotted, value in parts.items():
-        *sections, leaf = dotted.split(".")
-        if leaf not in _section(tree, sections):
-            set_key(tree, dotted, value, f"{recipe}, default of {dotted}")
-    return tree
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    """One line, without the text around the place."""
-    if isinstance(error, yaml.MarkedYAMLError):
-        return ": ".join(filter(None, (error.context, error.problem)))
-    return str(error)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -311,7 +258,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        problem = _yaml_problem(error)
+        problem = yaml_problem(error)
         fix = "close its bracket" if "<stream end>" in problem else "quote text as '\"…\"'"
         raise ConfigError(f"override {override!r}: the value is not valid YAML ({problem}); {fix}") from None
     kind = SCHEMA.annotation(dotted)
@@ -322,91 +269,3 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-6 as a string; people mean the number
             value = float(value)
     set_key(tree, dotted, value, f"override {override!r}")
-
-
-def _merge(node: dict[str, Any], section: dict[str, Any]) -> None:
-    """Set the keys of `section` in `node`; sections below join those that are there."""
-    for key, value in section.items():
-        inner = node.get(key)
-        if isinstance(inner, dict) and isinstance(value, dict):
-            _merge(inner, value)
-        else:
-            node[key] = value
-
-
-def set_key(tree: dict[str, Any], dotted: str, value: Any, source: str) -> None:
-    """Set a dotted key. Raises `ConfigError` naming `source` if a section of it is a value."""
-    node = tree
-    *sections, leaf = dotted.split(".")
-    for section in sections:
-        node = node.setdefault(section, {})
-        if not isinstance(node, dict):
-            raise ConfigError(f"{source}: {section!r} is a value, not a section")
-    node[leaf] = value
-
-
-_PATH_KEYS = (
-    *(("model",), ("data", "train"), ("data", "eval"), ("tools",), ("sft", "policy")),
-    *(("sft", "messages"), ("sft", "runs"), ("sft", "validation")),
-)
-
-
-def _resolve_paths(tree: dict[str, Any], roots: Sequence[Path]) -> None:
-    _change_paths(tree, lambda text: _resolve_path(text, roots))
-    if isinstance(model := tree.get("model"), str) and (fetched := find_fetched(model)):
-        tree["model"] = str(fetched)
-
-
-def _change_paths(tree: dict[str, Any], change: Callable[[str], str]) -> None:
-    """Replace each path of the tree by what `change` makes of it."""
-    for *sections, leaf in _PATH_KEYS:
-        node = _section(tree, sections)
-        value = node.get(leaf)
-        if isinstance(value, str):
-            node[leaf] = change(value)
-        elif isinstance(value, list):
-            node[leaf] = [change(path) if isinstance(path, str) else path for path in value]
-    for holder, key in _references(tree):
-        value = holder.get(key)
-        if isinstance(value, str) and ".py:" in value:
-            holder[key] = change(value)
-
-
-def _references(tree: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Places for ``FILE.py:name``: loops, environments, rewards and tools. Any other name there is not a path, even if
-    a folder has it."""
-    agent, tools = _mapping(tree.get("agent")), tree.get("tools")
-    for holder in (agent, *map(_mapping, _mapping(agent.get("sources")).values())):
-        yield holder, "loop"
-        yield _mapping(holder.get("settings")), "env"
-    yield agent, "reward"
-    sources = _mapping(_mapping(agent.get("rewards")).get("sources"))
-    for key, choice in sources.items():
-        yield (choice, "name") if isinstance(choice, dict) else (sources, key)
-    for entry in tools if isinstance(tools, list) else ():
-        yield _mapping(entry), "name"
-
-
-def _section(tree: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The section that the names lead to; an empty one if the recipe lacks it."""
-    for name in names:
-        tree = _mapping(tree.get(name))
-    return tree
-
-
-def _mapping(node: Any) -> dict[str, Any]:
-    """The node if it is a mapping; else an empty one, as for a section that the recipe lacks."""
-    return node if isinstance(node, dict) else {}
-
-
-def _resolve_path(text: str, roots: Sequence[Path]) -> str:
-    """`FILE.py:name` keeps its name, `harbor:FOLDER` its kind; hub names, dotted paths, generators stay as they are."""
-    if text.startswith(HARBOR):
-        return HARBOR + _resolve_path(text.removeprefix(HARBOR), roots)
-    file, colon, name = text.partition(":") if ".py:" in text else (text, "", "")
-    for root in search_folders(text, *roots):
-        if file and (root / file).exists():
-            return f"{(root / file).resolve()}{colon}{name}"
-        if file.startswith("/") and (copy := root / CODE / file[1:]).exists():
-            return f"{copy}{colon}{name}"
-    return text

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.datasets import BadSpec, materialise
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import TOKEN_VARIABLE
 from penstock.testing import SPLIT, EnvCheck, Policy, check_env
 from penstock.trainer import DataError, DatasetRow, load_rows

@@ -14,7 +14,8 @@ from types import TracebackType
 
 from penstock.common import FileLock, process_has_ended, write_atomically
 from penstock.common.registry import near_and_known
-from penstock.deploy.config import CODE, RUN_FILE, ConfigError, RunConfig, code_files, dump_config
+from penstock.deploy.config import RUN_FILE, RunConfig, code_files, dump_config
+from penstock.deploy.recipe_tree import CODE, ConfigError
 
 END_SUFFIX = ".end"
 """Suffix of the file, next to a role's log, with what its processes have used whose head had died before them."""

@@ -19,9 +19,10 @@ from typing import Any
 from rich.console import Console
 
 from penstock.common import FileLock, NotPrivate, frozen_start, keep_logs_bounded, listen, write_atomically
-from penstock.deploy.config import ConfigError, RunConfig, load_config
+from penstock.deploy.config import RunConfig, load_config
 from penstock.deploy.preflight.service import KEYS_VARIABLE
 from penstock.deploy.preflight.suite import refuse_doomed, service_checks
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import RedisLost, RunConnection
 from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.launcher import Interrupted, open_run, until_interrupted

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common.registry import nearest
-from penstock.deploy.config import RECIPES, ConfigError
+from penstock.deploy.recipe_tree import RECIPES, ConfigError
 
 
 @dataclass(frozen=True)

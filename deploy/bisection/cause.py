@@ -17,7 +17,7 @@ from typing import Any
 from penstock.deploy.bisection.collapse import Stretch
 from penstock.deploy.bisection.search import OutOfTries, SmallestSet, smallest_set
 from penstock.deploy.bisection.tries import Tries, TryResult
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.transfer_queue import Archive
 
 

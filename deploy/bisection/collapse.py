@@ -20,7 +20,7 @@ from itertools import pairwise, takewhile
 from statistics import median
 
 from penstock.common import last_by, read_jsonl
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run_dir import RunDir
 from penstock.transfer_queue import Archive
 

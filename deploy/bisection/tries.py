@@ -28,8 +28,8 @@ from rich.console import Console
 from penstock.common import append_jsonl, read_jsonl
 from penstock.deploy.bisection.collapse import METRICS, Stretch
 from penstock.deploy.bisection.search import OutOfTries
-from penstock.deploy.config import ConfigError
 from penstock.deploy.evaluation.statistics import estimate
+from penstock.deploy.recipe_tree import ConfigError
 
 if TYPE_CHECKING:
     from penstock.deploy.evaluation.episodes import EpisodeResult

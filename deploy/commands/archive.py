@@ -12,7 +12,7 @@ import typer
 
 from penstock.common.registry import near_and_known
 from penstock.deploy.commands.shared import RUNS, AsJson, RunName, RunsDir, folder_of_run, load_run, user_errors
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.transfer_queue import BadPayload, same_reward
 
 if TYPE_CHECKING:

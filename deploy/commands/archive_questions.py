@@ -16,7 +16,7 @@ import typer
 
 from penstock.deploy.commands.archive import app, opened, record_of, records, trajectories
 from penstock.deploy.commands.shared import RUNS, AsJson, RunName, RunsDir, user_errors
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.transfer_queue import BadPayload
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import typer
 
 from penstock.common import FileLock
 from penstock.deploy.commands.shared import RUNS, AsJson, RunName, RunsDir, folder_of_run, load_run, refuse, user_errors
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run_dir import RunDir
 
 if TYPE_CHECKING:

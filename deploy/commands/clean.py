@@ -25,7 +25,8 @@ def clean(
 
     Example: penstock clean --recipe recipes/swe/sandbox.yaml
     """
-    from penstock.deploy.config import ConfigError, load_sandbox
+    from penstock.deploy.config import load_sandbox
+    from penstock.deploy.recipe_tree import ConfigError
     from penstock.deploy.run.weights_folder import SHARED_MEMORY, living_folders, remove_abandoned
     from penstock.sandbox import SandboxError, remove_abandoned_cgroups
     from penstock.sandbox.docker import clear_away_dead_processes

@@ -86,7 +86,8 @@ def _changed(root: Path, sources: Sequence[str], pools: Sequence[str]) -> dict[s
 
 def _weights_of(root: Path) -> CurriculumWeights:
     """Returns the weights that were set while the run trained, otherwise the recipe's."""
-    from penstock.deploy.config import RUN_FILE, ConfigError
+    from penstock.deploy.config import RUN_FILE
+    from penstock.deploy.recipe_tree import ConfigError
     from penstock.deploy.run_dir import no_such_run
     from penstock.trainer import WEIGHTS_FILE, read_weights
 

@@ -148,7 +148,8 @@ class _Images:
 
 def _config(recipe: Path | None, overrides: Sequence[str]) -> RunConfig | None:
     """Raises `ConfigError`."""
-    from penstock.deploy.config import ConfigError, load_config
+    from penstock.deploy.config import load_config
+    from penstock.deploy.recipe_tree import ConfigError
 
     if recipe is not None:
         return load_config(recipe, overrides)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.deploy.commands.shared import AsJson, Overrides, own_or_shipped
-from penstock.deploy.config import ConfigError, load_config
+from penstock.deploy.config import load_config
+from penstock.deploy.recipe_tree import ConfigError
 
 if TYPE_CHECKING:
     from penstock.deploy.config import RunConfig

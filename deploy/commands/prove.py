@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.commands.shared import AsJson, load_run, refuse, run_or_path, user_errors
-from penstock.deploy.config import RUN_FILE, ConfigError, RunConfig
+from penstock.deploy.config import RUN_FILE, RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 
 
 def prove(

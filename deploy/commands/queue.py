@@ -15,7 +15,8 @@ import typer
 from penstock.common import read_jsonl
 from penstock.dashboard import decoder_of, plain, whole_letter
 from penstock.deploy.commands.shared import RUNS, load_run, user_errors
-from penstock.deploy.config import RUN_FILE, ConfigError
+from penstock.deploy.config import RUN_FILE
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import (
     INTERACTIVE,
     PASSWORD_VARIABLE,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.deploy.commands.shared import user_errors
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 
 app = typer.Typer(help="Runs on a Ray cluster: show and scale their roles.", no_args_is_help=True)
 Address = Annotated[

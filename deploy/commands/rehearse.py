@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.deploy.commands.shared import AsJson, Overrides, Recipe, refuse, user_errors
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 
 if TYPE_CHECKING:
     from penstock.deploy.config import RunConfig

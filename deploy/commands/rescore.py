@@ -11,7 +11,8 @@ import typer
 
 from penstock.deploy.commands.replay import First, Last, checked, new_replay, replay_errors, start_replay
 from penstock.deploy.commands.shared import RUNS, RunName, RunsDir, folder_of_run, load_run, user_errors
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run_dir import RunDir
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.common import uncollected
-from penstock.deploy.config import ConfigError, RunConfig, dump_config, load_config
+from penstock.deploy.config import RunConfig, dump_config, load_config
 from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import refuse_doomed, run_checks
 from penstock.deploy.preflight.turns import check_turns, refuse_elsewhere
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.supervisor import Placement
 from penstock.deploy.run_dir import RunDir, has_begun, require_run

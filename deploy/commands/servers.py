@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from penstock.deploy.commands.shared import user_errors
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import PASSWORD_VARIABLE
 
 if TYPE_CHECKING:

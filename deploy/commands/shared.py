@@ -11,7 +11,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from penstock.deploy.config import RECIPES, RUN_FILE, ConfigError, RunConfig, load_config
+from penstock.deploy.config import RUN_FILE, RunConfig, load_config
+from penstock.deploy.recipe_tree import RECIPES, ConfigError
 from penstock.deploy.run_dir import no_such_run
 
 RUNS = Path("runs")

@@ -9,10 +9,11 @@ import typer
 from typer.core import TyperGroup
 
 from penstock.deploy.commands.shared import Overrides, Recipe, user_errors
-from penstock.deploy.config import ConfigError, load_config
+from penstock.deploy.config import load_config
 from penstock.deploy.placements.slurm.placement import place, server_gpus
 from penstock.deploy.placements.slurm.script import Runtime, SlurmJob
 from penstock.deploy.preflight.turns import refuse_elsewhere
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run_dir import RunDir
 
 

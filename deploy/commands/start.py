@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from penstock.deploy.commands.shared import AsJson, Overrides, user_errors
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 
 COLUMNS = ("name", "needs", "about")
 """Columns of `penstock recipes`: headings of its tables, keys of its JSON."""
@@ -29,7 +29,7 @@ def quickstart(overrides: Overrides = None) -> None:
     from penstock.common.http_server import listen
     from penstock.dashboard import DashboardConfig
     from penstock.deploy.commands.run import run_recipe
-    from penstock.deploy.config import RECIPES
+    from penstock.deploy.recipe_tree import RECIPES
 
     recipe, usual = RECIPES / "calculator.yaml", DashboardConfig()
     with listen(usual.host, usual.port, ports=50) as free:
@@ -93,7 +93,7 @@ def recipes(*, as_json: AsJson = False) -> None:
 
     Their files are in the folder of the first line; `penstock init` makes a project of your own of one of them.
     """
-    from penstock.deploy.config import RECIPES
+    from penstock.deploy.recipe_tree import RECIPES
     from penstock.deploy.shipped import shipped_recipes, templates
 
     shipped = [(one.file, one.needs, one.about) for one in shipped_recipes()]

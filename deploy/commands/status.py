@@ -106,7 +106,7 @@ async def _watch(folder: Path, name: str) -> None:
 async def _looking(folder: Path, name: str) -> AsyncIterator[Callable[[], Awaitable[dict[str, Any]]]]:
     """Yield a function that returns the run's present state; its connections are closed at the end."""
     from penstock.dashboard import Pulse, RunFiles
-    from penstock.deploy.config import ConfigError
+    from penstock.deploy.recipe_tree import ConfigError
     from penstock.deploy.run.connection import FolderQueues, RunConnection
     from penstock.deploy.run.status import run_state
 

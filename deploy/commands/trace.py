@@ -55,7 +55,7 @@ def steps_of(text: str) -> StepRange:
 def weight_updates(root: Path) -> list[dict[str, Any]]:
     """Return weight updates from the queue of a running run, else as the run wrote them when it ended."""
     from penstock.common import read_jsonl
-    from penstock.deploy.config import ConfigError
+    from penstock.deploy.recipe_tree import ConfigError
     from penstock.deploy.run.connection import INTERACTIVE, RunConnection
     from penstock.transfer_queue import QueueError
 

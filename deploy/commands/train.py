@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 from penstock.common import NotPrivate, die_with_parent, interfaces_for, own_host
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import RunConnection
 from penstock.deploy.run.plan import (
     SHUTDOWN_VARIABLE,

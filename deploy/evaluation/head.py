@@ -28,11 +28,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.agent_loops.chat import load_tokenizer
 from penstock.common import FileLock, write_atomically
 from penstock.dashboard import flat
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
 from penstock.deploy.evaluation.episodes import EpisodeResult, Part, ResultsFile, parts_of, result_of, task_of
 from penstock.deploy.evaluation.report import table_of, write_report
 from penstock.deploy.evaluation.target import EvalPlan, EvalRequest, export_model, resolve_target
 from penstock.deploy.preflight.suite import evaluation_checks, refuse_doomed
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import RedisLost, RunConnection
 from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.launcher import Interrupted, open_run, until_interrupted

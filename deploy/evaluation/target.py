@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common import nearest
-from penstock.deploy.config import ConfigError, RunConfig, code_files, load_config, parse_config
+from penstock.deploy.config import RunConfig, code_files, load_config, parse_config
 from penstock.deploy.pretrained import find_fetched
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.rehearsal import rows_of
 from penstock.deploy.run_dir import RunDir, no_such_run
 from penstock.trainer import DatasetRow

@@ -10,13 +10,14 @@ from typing import Any
 
 import yaml
 
-from penstock.deploy.config import RunConfig, parse_config, set_key
+from penstock.deploy.config import RunConfig, parse_config
 from penstock.deploy.frameworks.table import Table, verl_table
 from penstock.deploy.migrate.algorithm_rules import ALGORITHM_RULES
 from penstock.deploy.migrate.run_rules import RUN_RULES
 from penstock.deploy.migrate.script import COMMAND
 from penstock.deploy.migrate.settings import VerlSettings
 from penstock.deploy.migrate.source import BadSource, GivenSettings
+from penstock.deploy.recipe_tree import set_key
 
 SHORT_CHARS = 60
 

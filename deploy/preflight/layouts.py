@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.memory_checks import PROCESS, USABLE, memory_changes
 from penstock.deploy.preflight.model_shape import ModelShape
 from penstock.deploy.preflight.rank_memory import (
@@ -30,6 +30,7 @@ from penstock.deploy.preflight.rank_memory import (
     learning_parameters,
     rank_bytes,
 )
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.trainer import TrainerConfig
 
 MACHINE = 8

@@ -14,7 +14,7 @@ from itertools import permutations
 from typing import Any
 
 from penstock.common import cores
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.memory import server_bytes
 from penstock.deploy.preflight.memory_checks import Gpus, check_device
@@ -22,6 +22,7 @@ from penstock.deploy.preflight.model_shape import find_shape, model_shape
 from penstock.deploy.preflight.rank_memory import device_parts, rank_bytes, states_bytes
 from penstock.deploy.preflight.settings import GPU_DEVICES
 from penstock.deploy.preflight.torch_builds import TorchBuild, build_of, driver_version, newer_driver
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.plan import (
     NODES_VARIABLE,
     gpus_of_server,

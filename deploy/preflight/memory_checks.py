@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from penstock.deploy.config import ConfigError, RunConfig, load_config
+from penstock.deploy.config import RunConfig, load_config
 from penstock.deploy.preflight.check import Check, available_bytes, human, memory_bytes, skipped, warning
 from penstock.deploy.preflight.memory import host_parts, in_flight_bytes, published_bytes, server_bytes
 from penstock.deploy.preflight.model import BadModelFiles, read_weights
@@ -38,6 +38,7 @@ from penstock.deploy.preflight.rank_memory import (
     device_parts,
     rank_bytes,
 )
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.plan import gpus_of_server, lent_servers, places_of_server
 from penstock.deploy.run.weights_folder import SHARED_MEMORY
 from penstock.trainer import TrainerConfig

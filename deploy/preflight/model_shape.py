@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.model import BadModelFiles, WeightFiles, read_config, read_weights
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.shipped import shipped_sizes
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from penstock.agent_loops import allow_imports_from
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.agent import (
     check_lengths,
     check_loop,
@@ -65,6 +65,7 @@ from penstock.deploy.preflight.settings import (
 from penstock.deploy.preflight.stop_grace import check_stop_grace
 from penstock.deploy.preflight.teachers import check_teachers
 from penstock.deploy.preflight.turns import check_turns
+from penstock.deploy.recipe_tree import ConfigError
 
 Found = Check | Iterable[Check] | None
 Asked = Callable[[RunConfig], Found]

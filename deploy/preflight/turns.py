@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, human, skipped
 from penstock.deploy.preflight.machine import trainer_nodes
 from penstock.deploy.preflight.memory import cached_tokens, server_bytes
 from penstock.deploy.preflight.model_shape import find_shape
 from penstock.deploy.preflight.rank_memory import rank_bytes, states_bytes, turn_parts
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.plan import NODES_VARIABLE, gpus_of_server, has_gpu, lent_servers
 
 

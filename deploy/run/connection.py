@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING
 import yaml
 
 from penstock.common import Backoff, process_identity
-from penstock.deploy.config import ConfigError, RunConfig, parse_config
+from penstock.deploy.config import RunConfig, parse_config
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.processes import RestartBudget
 from penstock.deploy.run_dir import HEAD_LINE, RunDir
 from penstock.transfer_queue import (

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from penstock.common import write_atomically
-from penstock.deploy.config import ConfigError, RunConfig, dump_config
+from penstock.deploy.config import RunConfig, dump_config
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run_dir import RunDir
 from penstock.trainer import DataError, dataset_digest
 from penstock.transfer_queue import RunIdentity, RunRecord, Status

@@ -33,7 +33,8 @@ import yaml
 
 from penstock.common import NotPrivate, keep_logs_bounded, rewrite_jsonl, write_atomically
 from penstock.datasets import BadSpec, materialise_all
-from penstock.deploy.config import ConfigError, RunConfig, dump_config
+from penstock.deploy.config import RunConfig, dump_config
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import (
     INTERACTIVE,
     TOKEN_VARIABLE,

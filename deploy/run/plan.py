@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.common.device_locks import named_gpus
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import RunConnection
 from penstock.deploy.run.processes import RoleSpec
 from penstock.deploy.run_dir import RunDir

@@ -31,7 +31,8 @@ from penstock.common import (
 )
 from penstock.common.device_locks import until_up
 from penstock.common.event_loop import run_users_code
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import TOKEN_VARIABLE, RunConnection, archive_of, limits_of
 from penstock.deploy.run.plan import LOADS_AFTER_VARIABLE, TORCHRUN_TELLS, TRAINER_STOP_S, trainer_stop_s
 from penstock.deploy.run.processes import RESTARTS_VARIABLE, STOP_FILE_VARIABLE

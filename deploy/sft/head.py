@@ -25,12 +25,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.agent_loops import AgentError
 from penstock.common import JsonlTail, last_by, read_jsonl, write_atomically
-from penstock.deploy.config import ConfigError, RunConfig, load_config
+from penstock.deploy.config import RunConfig, load_config
 from penstock.deploy.preflight.data import check_data
 from penstock.deploy.preflight.model import check_model_here
 from penstock.deploy.preflight.settings import check_training_engine
 from penstock.deploy.preflight.stop_grace import with_stop_grace
 from penstock.deploy.preflight.suite import refuse_doomed
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import connect_file
 from penstock.deploy.run.console import HeadConsole
 from penstock.deploy.run.identity import changed_settings

@@ -14,7 +14,7 @@ from typing import Any
 from penstock.agent_loops import BadDemonstration
 from penstock.common.parquet import BadParquet, parquet_rows
 from penstock.common.registry import near_and_known
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.tools import check_arguments, check_schema
 from penstock.trainer import BadMessages, from_json_text, read_messages, text_of, without_nulls
 

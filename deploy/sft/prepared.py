@@ -26,7 +26,8 @@ from penstock.agent_loops import BadDemonstration, ChatTokens, TemplateError, lo
 from penstock.agent_loops.chat import chat_of, verify_template
 from penstock.common import write_atomically
 from penstock.common.event_loop import run_users_code
-from penstock.deploy.config import NO_TASKS, ConfigError, RunConfig
+from penstock.deploy.config import NO_TASKS, RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.rehearsal import full_reward, rehearse_recipe, rows_of
 from penstock.deploy.sft.message_files import check_calls, parameters_of, read_rows
 from penstock.deploy.sft.recorded import choose_recorded, recorded_segments

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.agent_loops import BadDemonstration, ChatTokens
 from penstock.common import iter_jsonl
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.trainer import SftConfig
 from penstock.transfer_queue import OutcomeKind, Segment, is_reached
 

@@ -5,7 +5,7 @@ import yaml
 
 from penstock.deploy import ConfigError, dump_config, load_config, parse_config
 from penstock.deploy.commands.shared import own_or_shipped
-from penstock.deploy.config import RECIPES
+from penstock.deploy.recipe_tree import RECIPES
 from penstock.deploy.removed_settings import ELSEWHERE, SINCE_0_2
 
 RECIPE = """

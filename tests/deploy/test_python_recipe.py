@@ -10,7 +10,7 @@ import pytest
 
 from penstock.datasets import BadSpec, check_spec, materialise
 from penstock.deploy import ConfigError, RunConfig, load_config
-from penstock.deploy.config import RECIPES
+from penstock.deploy.recipe_tree import RECIPES
 
 GAME = """
 SETTINGS = {"model": "m", "agent": {"settings": {"action_pattern": "[0-9]"}}, "trainer.lr": 1e-3}

@@ -34,9 +34,10 @@ from typing import Any
 
 import yaml
 
-from penstock.deploy.config import ConfigError, RunConfig, load_config
+from penstock.deploy.config import RunConfig, load_config
 from penstock.deploy.preflight.stop_grace import CONTAINER_S, head_grace_s
 from penstock.deploy.preflight.turns import refuse_elsewhere
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, VIEW_TOKEN_VARIABLE
 from penstock.transfer_queue.redis import user_rules
 

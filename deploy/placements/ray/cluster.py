@@ -10,7 +10,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from penstock.common import is_loopback
-from penstock.deploy.config import Bundle, ConfigError, RunConfig
+from penstock.deploy.config import Bundle, RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.plan import Kind
 from penstock.trainer import CORES_VARIABLE
 

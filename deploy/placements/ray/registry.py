@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.deploy.config import ConfigError
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.plan import ADDED
 from penstock.deploy.run.supervisor import Supervisor
 

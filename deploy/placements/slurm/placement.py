@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from penstock.common import is_loopback
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.plan import gpus_of_server
 from penstock.rollout_server import RolloutConfig
 from penstock.trainer import BadJob

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from penstock.common import is_loopback
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
 from penstock.deploy.placements.slurm.placement import JobLayout
 from penstock.deploy.preflight.stop_grace import SLURM_S, head_grace_s, with_stop_grace
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.plan import trainer_stop_s
 from penstock.deploy.run.weights_folder import local_weights_prefix
 from penstock.deploy.run_dir import RunDir

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.common import write_atomically
-from penstock.deploy.config import ConfigError, RunConfig
+from penstock.deploy.config import RunConfig
+from penstock.deploy.recipe_tree import ConfigError
 from penstock.deploy.run.connection import PASSWORD_VARIABLE, TOKEN_VARIABLE, USER_VARIABLE, redis_login
 from penstock.transfer_queue import QueueError
 from penstock.transfer_queue.redis import USERS_VERSION, find_redis_server, role_users

@@ -11,6 +11,7 @@ sampling defaults would apply.
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -217,10 +218,12 @@ def environment(installation: Installation, threads: int, folder: Path, ranks: i
 
 
 def ranks_of(users: Mapping[str, Any]) -> int:
-    """Returns the number of ranks that share a model, from the flag under any of its names."""
+    """Returns the number of ranks of the server, from its flags under any of their names."""
     flags = {name.replace("_", "-"): value for name, value in users.items()}
-    sizes = (flags.get(name) for name in ("tp-size", "tensor-parallel-size", "tp"))
-    return int(next((value for value in sizes if value is not None), 1))
+    ways = [("tp-size", "tensor-parallel-size", "tp"), ("pp-size", "pipeline-parallel-size", "pp")]
+    if not flags.get("enable-dp-attention"):  # with it data parallelism is among the ranks of tensor parallelism
+        ways.append(("dp-size", "data-parallel-size", "dp"))
+    return math.prod(int(next((flags[name] for name in names if flags.get(name)), 1)) for names in ways)
 
 
 def cores_by_rank(ranks: int, cores: Sequence[int]) -> str:

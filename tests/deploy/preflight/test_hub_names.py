@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock.deploy import load_config, run_recipe
-from penstock.deploy.config import RECIPES
 from penstock.deploy.preflight.model import _check_hub, check_model
+from penstock.deploy.recipe_tree import RECIPES
 
 ANSWERS = {
     "known/model": (200, "", b'{"id": "known/model", "modelId": "known/model", "tags": [], "downloads": 0}'),

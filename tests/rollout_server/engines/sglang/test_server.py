@@ -64,6 +64,8 @@ def test_ranks_on_cpus_get_cores_of_their_own(tmp_path: Path, monkeypatch: pytes
     for name in ("tp_size", "tp-size", "tensor_parallel_size", "tp"):
         assert ranks_of({name: 2, "stream_interval": 4}) == 2
     assert ranks_of({"tp_size": None}) == 1
+    assert ranks_of({"tp": 2, "dp_size": 3, "pp_size": 2}) == 12
+    assert ranks_of({"tp": 4, "dp_size": 2, "enable_dp_attention": True}) == 4
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {2, 3})
     on_cpus, on_gpus = (Installation("python", "0.5.23", cpu=cpu) for cpu in (True, False))
     assert environment(on_cpus, 1, tmp_path, ranks=2)["SGLANG_CPU_OMP_THREADS_BIND"] == "2|3"
