@@ -22,7 +22,7 @@ from redis.exceptions import BusyLoadingError, NoPermissionError, NoScriptError,
 from penstock.common import Backoff
 from penstock.transfer_queue.codec.packing import Packed
 from penstock.transfer_queue.errors import QueueUnavailable
-from penstock.transfer_queue.redis.cluster import Cluster, Node, RedisCall, Routes, redact
+from penstock.transfer_queue.redis.cluster import Cluster, Node, NotSent, RedisCall, Routes, redact
 from penstock.transfer_queue.redis.replies import FunctionsMissing, check_passing, check_server, knows_functions
 from penstock.transfer_queue.redis.scripts import library, script
 
@@ -163,10 +163,13 @@ class Connection:
         started, pauses, loaded = loop.time(), _BACKOFF.pauses(), 0
         deadline = started + self._deadline_s
         limit_s = _limit_s([call for phase in phases for call in phase])
+        reason: Exception | None = None
         while True:
             cause = await self._attempt(phases, min(limit_s, max(deadline - loop.time(), FIRST_PAUSE_S)))
             if cause is None:
                 return
+            # An attempt shortly before the deadline may get no reply: what was answered before it says more.
+            reason = reason if reason and isinstance(cause, NotSent) else cause
             if isinstance(cause, BusyLoadingError):
                 before, loaded = loaded, await self._loaded_bytes(loaded)
                 if loaded > before:
@@ -174,7 +177,9 @@ class Connection:
             pause_s = pauses.next_s()
             if loop.time() + pause_s > deadline:
                 waited_s = loop.time() - started
-                raise QueueUnavailable(f"{what}: no answer from {self._where} for {waited_s:.1f} s: {cause}") from cause
+                raise QueueUnavailable(
+                    f"{what}: no answer from {self._where} for {waited_s:.1f} s: {reason}"
+                ) from reason
             for call in chain.from_iterable(phases) if together else ():
                 call.forget()
             await asyncio.sleep(pause_s)
