@@ -28,9 +28,14 @@ def save_mixture(folder: Path) -> str:
     return str(folder)
 
 
-def test_a_run_trains_a_mixture_over_two_ranks_with_replayed_routes(start_run: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "learning", [(), ("trainer.lora.rank=8", "trainer.lora.targets=[all-linear, experts]")], ids=["all", "low-rank"]
+)
+def test_a_run_trains_a_mixture_over_two_ranks_with_replayed_routes(
+    learning: tuple[str, ...], start_run: Any, tmp_path: Path
+) -> None:
     words = (f"model={save_mixture(tmp_path / 'mixture')}", "trainer.ranks=2", "trainer.parallel.expert=2")
-    run = start_run("experts", *SMALL, f"trainer.steps={STEPS}", "rollout.routing_replay=true", *words)
+    run = start_run("experts", *SMALL, f"trainer.steps={STEPS}", "rollout.routing_replay=true", *words, *learning)
     summary = run.finish()
     assert (summary["steps"], summary["ended"]) == (STEPS, f"all {STEPS} steps are trained")
     assert summary["logprob_abs_diff_mean"] <= 1e-3
@@ -41,3 +46,4 @@ def test_a_run_trains_a_mixture_over_two_ranks_with_replayed_routes(start_run: A
     assert all(row["moe/replayed"] > 0.9 for row in rows), "routes arrive"
     assert all(1.0 <= row["moe/load_max_over_mean"] <= 8.0 for row in rows)
     assert (run.root / "final_model" / "config.json").is_file()
+    assert (run.root / "final_adapter").is_dir() == bool(learning)
