@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.weight_sync.broadcast.nccl import Nccl, NcclError, until_idle
-from penstock.weight_sync.broadcast.offer import GLOO, Member
+from penstock.weight_sync.broadcast.offer import FORMING_S, GLOO, Member
 
 IDLE_S = 200.0
 """Groups that carried nothing for so long are formed again: some networks cut connections without traffic, load
@@ -227,7 +227,8 @@ class NcclGroup(BroadcastGroup):
         if member.rank == 0:
             self._store.set("nccl", nccl.unique_id().hex())
         unique_id = bytes.fromhex(self._store.get("nccl").decode())
-        self._communicator = nccl.join(member.size, unique_id, member.rank, member.silence_s, stops)
+        forming_s = max(FORMING_S, member.silence_s)
+        self._communicator = nccl.join(member.size, unique_id, member.rank, forming_s, stops)
 
     def begin(self, bucket: torch.Tensor) -> Transfer:
         """See `BroadcastGroup.begin`. Returns when it is posted on the stream: what begins later, in any group of the

@@ -119,10 +119,10 @@ class Nccl:
         return bytes(unique)
 
     def join(
-        self, size: int, unique_id: bytes, rank: int, silence_s: float, stops: threading.Event | None = None
+        self, size: int, unique_id: bytes, rank: int, forming_s: float, stops: threading.Event | None = None
     ) -> NcclCommunicator:
         """Return a communicator on the current device, once all members are there. Raises `NcclError`, also after
-        `silence_s` and if this process `stops`.
+        `forming_s` and if this process `stops`.
         """
         # A broadcast takes 4 blocks of a GPU: the engine decodes on the others.
         config = _Config(ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, 1, 4, None)
@@ -133,7 +133,7 @@ class Nccl:
             _check(self._library, code)
         joined = NcclCommunicator(self._library, handle)
         try:
-            until_idle(lambda: joined.busy, silence_s, stops)
+            until_idle(lambda: joined.busy, forming_s, stops)
         except BaseException:
             joined.abort()
             raise

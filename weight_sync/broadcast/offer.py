@@ -35,6 +35,8 @@ NCCL = "nccl/"
 BUCKET_BYTES = 32 << 20
 SILENCE_S = 10.0
 """A member that takes or brings nothing for so long ends the broadcast for those who wait for it."""
+FORMING_S = 60.0
+"""NCCL takes tens of seconds for a communicator over several machines, or on a GPU that it has not used yet."""
 ITEM_BYTES = {
     "float64": 8,
     "int64": 8,

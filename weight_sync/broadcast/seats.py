@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from penstock.weight_sync.broadcast.offer import (
     BUCKET_BYTES,
+    FORMING_S,
     GLOO,
     NCCL,
     SILENCE_S,
@@ -209,6 +210,8 @@ class Broadcaster:
         listener = None
         if not (self.membership.stands and self._seating and self._seating.fits(waiting, wire, senders)):
             listener = self._seat(name, waiting, wire, senders)
+        if listener is not None and wire != GLOO:
+            deadline_s += FORMING_S
         seating = self._seating
         for parked in waiting:
             offer = None

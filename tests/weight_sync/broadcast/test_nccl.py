@@ -11,6 +11,7 @@ import asyncio
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -101,6 +102,7 @@ async def test_wire_is_the_first_that_both_have(trainer: BroadcastingTrainer) ->
         sending.listener.close()
         offer = await waiting
         assert (offer.wire, offer.member(0).wire, sending.member.wire) == (given, given, given)
+        assert offer.deadline_s == sending.deadline_s == (80.0 if given == WIRE else 20.0), "NCCL has to form its group"
 
 
 async def test_group_is_of_the_wire_of_most_servers() -> None:
@@ -156,9 +158,10 @@ def test_ranks_send_in_one_order_on_one_stream_of_each_member(monkeypatch: pytes
     assert len(streams) == 2 * (WORLD + WORKERS), "one for broadcasts, one for copies"
 
 
-def formed(name: str, receiver: NcclStream) -> tuple[NcclGroup, NcclGroup]:
+def formed(name: str, receiver: NcclStream, silence_s: float = 5.0) -> tuple[NcclGroup, NcclGroup]:
     """(a sender, a receiver) of a group of two."""
-    store, members = torch.distributed.HashStore(), [Member(0, name, rank, 2, 1 << 20, 5.0, WIRE) for rank in range(2)]
+    store = torch.distributed.HashStore()
+    members = [Member(0, name, rank, 2, 1 << 20, silence_s, WIRE) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         streams = NcclStream(torch.device("cpu")), receiver
         sender, other = threads.map(lambda member, stream: NcclGroup(store, member, stream), members, streams)
@@ -227,6 +230,19 @@ def test_member_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) -> N
     with pytest.raises(NcclError, match=r"silent for 0\.2 s"):
         library.join(2, library.unique_id(), 0, 0.2)
     assert list((tmp_path / "ids").iterdir()) == [], "its place is given up"
+
+
+def test_forming_a_group_may_take_longer_than_a_broadcast_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One member begins seconds after the other, as on a GPU that NCCL has not used yet."""
+    join = Nccl.join
+
+    def slow(library: Nccl, size: int, unique_id: bytes, rank: int, *more: Any) -> Any:
+        if rank:
+            time.sleep(1.0)
+        return join(library, size, unique_id, rank, *more)
+
+    monkeypatch.setattr(Nccl, "join", slow)
+    leave_groups(formed("late", NcclStream(torch.device("cpu")), silence_s=0.3))
 
 
 def test_call_that_is_refused_is_an_error() -> None:
