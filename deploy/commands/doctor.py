@@ -225,7 +225,8 @@ def _layout(one: Layout, config: RunConfig, limit: float) -> dict[str, object]:
     sizes = {"total_bytes": one.bytes, "limit_bytes": limit, "tokens": one.tokens}
     sizes |= {"received_bytes": one.received, "exchanged_bytes": one.exchanged}
     parts = {name: round(size) for name, size in one.parts.items()}
-    return {"settings": one.words(config), "parts": parts} | {name: round(size) for name, size in sizes.items()}
+    words = {"settings": one.words(config), "simulation": one.simulation}
+    return {**words, "parts": parts} | {name: round(size) for name, size in sizes.items()}
 
 
 def _print_layouts(
@@ -247,6 +248,8 @@ def _print_layouts(
     for number, row in enumerate(rows):
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         say(line.rstrip(), style="" if number else "bold")
-    if not fits:
+    if fits:
+        say(f"\nthe first one at an estimated speed: penstock simulate SETUP {layouts[0].simulation}")
+    else:
         part = max(layouts[0].parts, key=layouts[0].parts.__getitem__)
         say(f"\nnone fits; this one needs least, most of it for {part}: take more GPUs, or LoRA", style="red")

@@ -71,6 +71,13 @@ class Layout:
         changes["groups_per_step"] = self.groups_per_step, config.groups_per_step
         return " ".join(f"{key}={str(now).lower()}" for key, (now, was) in changes.items() if now != was)
 
+    @property
+    def simulation(self) -> str:
+        """Return the trainer of `penstock simulate` with this layout, at the estimated speed."""
+        each = self.trainer.parallel.context
+        ranks, speed = self.trainer.ranks // each, each / self.token_s
+        return f"trainer.ranks={ranks} trainer.gpus={each} trainer.tokens_per_s={speed:.0f}"
+
 
 def find_layouts(config: RunConfig, shape: ModelShape, gpus: int, gpu_bytes: int) -> list[Layout]:
     """Return the layouts over `gpus` devices of `gpu_bytes` that fit, each with the best settings of recompute and

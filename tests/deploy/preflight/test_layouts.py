@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import penstock
 from benchmarks.simulator.mixtures import GPU_GB, MIXTURES, RECIPE, WORDS
 from penstock.deploy import RunConfig, app, load_config
 from penstock.deploy.preflight.layouts import Layout, exchanged_bytes, find_layouts, received_bytes
@@ -117,7 +118,11 @@ def test_the_command_prints_settings_and_says_if_none_fits(tmp_path: Path) -> No
     assert "trainer.ranks=64" in first["settings"]
     assert first["total_bytes"] <= first["limit_bytes"]
     assert sum(first["parts"].values()) == pytest.approx(first["total_bytes"], abs=10)
-    assert run(*words, "64x80")[0] == 0
+    code, output = run(*words, "64x80")
+    assert (code, first["simulation"] in output) == (0, True)
+    setup = str(Path(penstock.__file__).parent / "simulator" / "setups" / "agentic-64.yaml")
+    simulated = CliRunner().invoke(app, ["simulate", setup, *first["simulation"].split(), "--json"])
+    assert simulated.exit_code == 0, simulated.output
     code, output = run(*words, "8x24")
     assert (code, "none fits" in output) == (1, True)
 
