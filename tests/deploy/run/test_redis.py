@@ -44,20 +44,22 @@ class SharedRedis:
         self.port = free_port()
         users = folder / "users.acl"
         users.write_text("".join(f"{line}\n" for line in role_users("mine", {"agent": AGENT})))
+        self.log = folder / "log"
         argv = ["redis-server", str(folder / "redis"), "--host", host, "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.deploy.cli", *argv, "--users", str(users), *words],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "PENSTOCK_REDIS_PASSWORD": PASSWORD},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        until_in_threads(self.answers)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.deploy.cli", *argv, "--users", str(users), *words],
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "PENSTOCK_REDIS_PASSWORD": PASSWORD},
+                stderr=log,
+            )
+        # Redis answers before its keeper serves, which ends at once if it is stopped earlier.
+        until_in_threads(lambda: self.answers() and "queue at" in self.log.read_text())
 
     def client(self, user: str = "default", password: str = PASSWORD) -> redis.Redis:
         return redis.Redis(self.host, self.port, username=user, password=password, protocol=2)
 
     def answers(self) -> bool:
-        assert self.process.poll() is None, self.process.stderr and self.process.stderr.read()
+        assert self.process.poll() is None, self.log.read_text()
         try:
             with self.client() as client:
                 return bool(client.ping())
