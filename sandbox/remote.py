@@ -39,7 +39,8 @@ from penstock.sandbox.session import GRACE_S
 NO_COPIES = "sandbox.backend remote: a server's boxes cannot be copied: use its own backend here"
 START_TIMEOUT_S = 150.0
 """A start may wait for a free box; the server's own limit is shorter."""
-NETWORK_SLACK_S = 15.0
+SHORT_CALL_S = 60.0
+"""For calls that run no code: a box that is ended, or a file command, for which the server waits 20 s."""
 RUN_SLACK_S = GRACE_S + 10.0
 """The server waits `GRACE_S` for a driver before it ends the box: its report must not be cut off."""
 TTL_HEADROOM_S = 300.0
@@ -95,17 +96,17 @@ class RemoteSession:
         return self._sandbox.config.run_timeout_s if timeout_s is None else timeout_s
 
     async def write_file(self, path: str, data: bytes) -> None:
-        await self._request("PUT", "files", NETWORK_SLACK_S, params={"path": sendable(path)}, content=data)
+        await self._request("PUT", "files", SHORT_CALL_S, params={"path": sendable(path)}, content=data)
 
     async def read_file(self, path: str, max_bytes: int = 1 << 20) -> bytes:
         params: dict[str, Any] = {"path": sendable(path), "max_bytes": max_bytes}
-        return (await self._request("GET", "files", NETWORK_SLACK_S, params=params)).body
+        return (await self._request("GET", "files", SHORT_CALL_S, params=params)).body
 
     async def leave(self) -> None:
         """Does nothing: the server keeps the session until its time without use is over."""
 
     async def close(self) -> None:
-        await self._sandbox.client.request("DELETE", self._path, NETWORK_SLACK_S)
+        await self._sandbox.client.request("DELETE", self._path, SHORT_CALL_S)
 
     async def _request(self, method: str, verb: str, timeout_s: float, **content: Any) -> HttpReply:
         return await self._sandbox.client.request(method, f"{self._path}/{verb}", timeout_s, **content)
@@ -138,7 +139,7 @@ class RemoteSandbox:
     async def attach(self, session_id: str) -> RemoteSession:
         if not (session_id.isascii() and session_id.isalnum()):  # it becomes a part of a path
             raise SandboxLost(f"{session_id!r} is not a session's id")
-        await self.client.request("GET", f"/sessions/{session_id}", NETWORK_SLACK_S)
+        await self.client.request("GET", f"/sessions/{session_id}", SHORT_CALL_S)
         return RemoteSession(self, session_id)
 
     async def snapshot(self, session: Session) -> Snapshot:
