@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # for benchmarks.support, which can start a sandbox server
 OWNER = f"tests-{os.getpid()}"
-CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=5.0)
+CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=60.0)
 DOCKER = CONFIG.model_copy(update={"backend": "docker", "image": "penstock-box:base"})
 MAKERS.append(Maker(os.getpid(), OWNER))
 
@@ -98,7 +98,7 @@ async def doomed_worker(owner: str, config: SandboxConfig) -> asyncio.subprocess
     command = [sys.executable, "-c", DOOMED, owner, config.model_dump_json()]
     worker = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert worker.stdout is not None
-    assert await asyncio.wait_for(worker.stdout.readline(), 60) == b"running\n"
+    assert await asyncio.wait_for(worker.stdout.readline(), 200) == b"running\n"
     return worker
 
 

@@ -254,7 +254,8 @@ async def test_shell_timeout_keeps_files_and_interpreter(session: Session) -> No
 async def test_shell_timeout_ends_all_that_it_started(sandbox: Sandbox) -> None:
     session = await sandbox.start("daemons")
     await session.run_shell("(setsid sleep 61 &) ; sleep 62 & disown; true")
-    assert "sleep" in (await session.run(["sh", "-c", "cat /proc/[0-9]*/comm"])).stdout
+    until_seen = "until cat /proc/[0-9]*/comm | grep -q sleep; do :; done"  # they become it after the call
+    assert (await session.run(["sh", "-c", until_seen])).exit_code == 0
     assert (await session.run_shell("sleep 63", timeout_s=0.3)).limit == "wall"
     assert "sleep" not in (await session.run(["sh", "-c", "cat /proc/[0-9]*/comm"])).stdout
 

@@ -85,7 +85,7 @@ print("all")
     result = await python(session, echo, code)
     assert (result.stdout, result.exit_code) == ("all\n", 0), result.stderr
     assert (echo.accepted, echo.read) == (8, 8 * 300_000)
-    await asyncio.wait_for(asyncio.gather(*echo.tasks), 30)
+    await asyncio.wait_for(asyncio.gather(*echo.tasks), 200)
 
 
 async def test_a_port_stays_and_every_run_has_its_own_connections(session):
@@ -94,7 +94,7 @@ async def test_a_port_stays_and_every_run_has_its_own_connections(session):
     assert await session.open_port() == await session.open_port()
     for _ in range(2):
         assert (await python(session, echo, code)).stdout == "b'hi'\n"
-    await asyncio.wait_for(asyncio.gather(*echo.tasks), 30)
+    await asyncio.wait_for(asyncio.gather(*echo.tasks), 200)
     assert echo.accepted == 2
     assert (await session.run(["echo", "after"])).stdout == "after\n"
 
@@ -104,7 +104,7 @@ async def test_a_reader_that_waits_bounds_what_is_under_way(session):
 one = connect()
 one.setblocking(False)
 sent, quiet = 0, time.monotonic()
-while time.monotonic() - quiet < 2:
+while time.monotonic() - quiet < 5:
     try:
         sent += one.send(b"x" * 65536)
         quiet = time.monotonic()
@@ -172,7 +172,7 @@ async def test_a_run_can_be_stopped_and_its_box_lives_on(session):
     running = asyncio.create_task(python(session, echo, code, stop=stop, timeout_s=300.0))
     await until(lambda: echo.read == 2)
     stop.set()
-    result = await asyncio.wait_for(running, 60)
+    result = await asyncio.wait_for(running, 200)
     assert (result.limit, result.exit_code) == ("stopped", None)
     assert await session.read_file("kept") == b"yes"
 
@@ -180,7 +180,7 @@ async def test_a_run_can_be_stopped_and_its_box_lives_on(session):
 async def test_limits_hold_and_the_end_of_the_output_is_kept(session):
     result = await python(session, Echo(), "for n in range(20_000): print(n)\nsys.exit(3)")
     assert (result.exit_code, result.stdout.splitlines()[-1]) == (3, "19999")
-    result = await python(session, Echo(), "print('begun', flush=True); time.sleep(600)", timeout_s=5.0)
+    result = await python(session, Echo(), "print('begun', flush=True); time.sleep(600)", timeout_s=10.0)
     assert (result.limit, result.stdout) == ("wall", "begun\n")
     result = await python(session, Echo(), "while True: print('x' * 65536)")
     assert result.limit == "output"
@@ -194,7 +194,7 @@ async def test_a_cancelled_run_closes_its_connections(session):
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await asyncio.wait_for(asyncio.gather(*echo.tasks), 30)
+    await asyncio.wait_for(asyncio.gather(*echo.tasks), 200)
 
 
 async def test_without_a_port_nothing_is_run(session):

@@ -94,7 +94,7 @@ async def test_attack_memory_of_processes_together(session: Session, code: str) 
 
     Where the kernel ends some of them only, the call goes on: it waits long enough for all of them to have filled.
     """
-    assert (await attack(session, code + "time.sleep(8)", timeout_s=60.0)).limit == "memory"
+    assert (await attack(session, code + "time.sleep(20)", timeout_s=300.0)).limit == "memory"
 
 
 async def test_attack_memory_of_daemons_between_calls(session: Session) -> None:

@@ -38,7 +38,7 @@ async def test_attack_output_that_looks_like_our_frames(session: Session, kind: 
     """It is text like any other, and the exit code is the one that the kernel told."""
     code = FORGED_FRAMES + "import sys\nsys.exit(5)"
     if kind == "python":
-        result = await attack(session, code, timeout_s=5.0)
+        result = await attack(session, code, timeout_s=10.0)
     else:
         result = await session.run(["python3", "-c", code], timeout_s=30.0)
         assert result.exit_code == 5

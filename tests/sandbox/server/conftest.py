@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +17,16 @@ from penstock.sandbox.server import serve
 
 TOKEN = "correct horse"
 OTHER = "battery staple"
-CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=5.0)
+CONFIG = SandboxConfig(max_boxes=4, run_timeout_s=60.0)
 Start = Callable[..., Any]
+UNTIL_GO = ["sh", "-c", "while [ ! -e /gate/go ]; do sleep 0.05; done"]
+"""Of a box that is `gated`."""
+
+
+def gated(config: SandboxConfig, folder: Path) -> SandboxConfig:
+    """Returns `config` with boxes that see `folder` as /gate: a file `go` in it ends what waits for it there."""
+    folder.chmod(0o755)
+    return config.model_copy(update={"folders": {"/gate": str(folder)}})
 
 
 def headers(token: str = TOKEN) -> dict[str, str]:
@@ -78,4 +87,4 @@ async def remote(url: str) -> AsyncIterator[RemoteSandbox]:
 
 
 def remote_of(url: str, token: str = TOKEN, ttl_s: float = 60.0) -> RemoteSandbox:
-    return RemoteSandbox(SandboxConfig(backend="remote", url=url, run_timeout_s=5.0), url, token, ttl_s)
+    return RemoteSandbox(SandboxConfig(backend="remote", url=url, run_timeout_s=60.0), url, token, ttl_s)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 
 import httpx
 import pytest
-from tests.sandbox.server.conftest import OTHER, Start, headers, remote_of
+from tests.sandbox.server.conftest import OTHER, UNTIL_GO, Start, gated, headers, remote_of
 
 from penstock.sandbox import SandboxConfig
 from penstock.sandbox.config import CallerConfig, SandboxServerConfig
@@ -26,7 +27,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> SandboxConfig:
 
 async def test_quota_of_boxes_refuses_that_caller_alone(start: Start, config: SandboxConfig) -> None:
     url = await start(config)
-    async with httpx.AsyncClient(base_url=url, headers=headers(OTHER)) as other:
+    async with httpx.AsyncClient(base_url=url, headers=headers(OTHER), timeout=60) as other:
         first = (await other.post("/sessions", json={})).json()
         refused = await other.post("/sessions", json={})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
@@ -37,11 +38,13 @@ async def test_quota_of_boxes_refuses_that_caller_alone(start: Start, config: Sa
         assert 'penstock_sandbox_calls_total{outcome="refused",verb="start"} 1.0' in (await other.get("/metrics")).text
 
 
-async def test_quota_of_calls_refuses_and_keeps_the_session(start: Start, config: SandboxConfig) -> None:
-    url = await start(config)
-    async with httpx.AsyncClient(base_url=url, headers=headers(OTHER), timeout=60) as other:
+async def test_quota_of_calls_refuses_and_keeps_the_session(
+    start: Start, config: SandboxConfig, tmp_path: Path
+) -> None:
+    url = await start(gated(config, tmp_path))
+    async with httpx.AsyncClient(base_url=url, headers=headers(OTHER), timeout=300) as other:
         path = f"/sessions/{(await other.post('/sessions', json={})).json()['session_id']}"
-        long = asyncio.create_task(other.post(f"{path}/run", json={"argv": ["sleep", "5"], "timeout_s": 60.0}))
+        long = asyncio.create_task(other.post(f"{path}/run", json={"argv": UNTIL_GO, "timeout_s": 300.0}))
         async with asyncio.timeout(60):
             while [one["idle_s"] for one in (await other.get("/sessions")).json()] != [0.0]:  # it has begun
                 await asyncio.sleep(0.01)
@@ -54,13 +57,14 @@ async def test_quota_of_calls_refuses_and_keeps_the_session(start: Start, config
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1"), verb
         assert (await other.post("/run_code", json={"language": "bash", "code": ":"})).status_code == 429
         assert (await other.put(f"{path}/files", params={"path": "f"}, content=b"x")).status_code == 429
+        (tmp_path / "go").touch()
         assert (await long).json()["exit_code"] == 0
         assert (await other.post(f"{path}/run", json={"argv": ["true"]})).json()["exit_code"] == 0
 
 
 async def test_quota_queue_has_a_deadline_and_says_how_long_was_waited(start: Start, config: SandboxConfig) -> None:
     url = await start(config)
-    async with httpx.AsyncClient(base_url=url, headers=headers()) as client:
+    async with httpx.AsyncClient(base_url=url, headers=headers(), timeout=60) as client:
         for _ in range(2):
             await client.post("/sessions", json={})
         refused = await client.post("/sessions", json={"wait_s": 0.1}, headers=headers(OTHER))
@@ -80,7 +84,7 @@ async def test_quota_queue_has_a_deadline_and_says_how_long_was_waited(start: St
 
 async def test_quota_who_left_the_queue_gets_no_session(start: Start, config: SandboxConfig) -> None:
     url = await start(config)
-    async with httpx.AsyncClient(base_url=url, headers=headers()) as client:
+    async with httpx.AsyncClient(base_url=url, headers=headers(), timeout=60) as client:
         held = [(await client.post("/sessions", json={})).json()["session_id"] for _ in range(2)]
         with pytest.raises(httpx.ReadTimeout):
             await client.post("/sessions", json={}, timeout=3.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.sandbox.server.conftest import OTHER, TOKEN, Start, headers, remote_of, serving
+from tests.sandbox.server.conftest import CONFIG, OTHER, TOKEN, UNTIL_GO, Start, gated, headers, remote_of, serving
 from tests.until import until
 
 from penstock.sandbox import RemoteSandbox, SandboxConfig, SandboxError, SandboxLost, as_call, make_sandbox
@@ -35,23 +35,25 @@ async def main(url, token):
     await session.run_python("x = 41")
     await session.run_shell("mkdir -p work && cd work && Y=7; f() { echo f$1; }")
     print(session.session_id, flush=True)
-    await session.run_python("import time; time.sleep(1); x += 1", timeout_s=30.0)
+    waits = "import os, time\\nwhile not os.path.exists('/gate/go'): time.sleep(0.05)\\nx += 1"
+    await session.run_python(waits, timeout_s=300.0)
 
 asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_sessions_outlive_a_killed_worker_with_their_state(
-    url: str, remote: RemoteSandbox, client: httpx.AsyncClient
-) -> None:
+async def test_sessions_outlive_a_killed_worker_with_their_state(start: Start, tmp_path: Path) -> None:
+    url = await start(gated(CONFIG, tmp_path))
     command = [sys.executable, "-c", OPENER, url, TOKEN]
     opener = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
     assert opener.stdout is not None
-    session_id = (await asyncio.wait_for(opener.stdout.readline(), 60)).decode().strip()
-    await in_use(client)
+    session_id = (await asyncio.wait_for(opener.stdout.readline(), 200)).decode().strip()
+    await in_use(url)
     opener.send_signal(signal.SIGKILL)
     await opener.wait()
 
+    (tmp_path / "go").touch()
+    remote = remote_of(url)
     again = await remote.attach(session_id)
     assert (await again.run_python("x")).stdout == "42\n"  # what was asked for ran once, to its end
     assert (await again.run_shell("echo ${PWD##*/} $Y; f 3")).stdout == "work 7\nf3\n"
@@ -60,11 +62,12 @@ async def test_sessions_outlive_a_killed_worker_with_their_state(
         await again.run_python("x")
     with pytest.raises(SandboxLost):
         await remote.attach(session_id)
+    await remote.close()
 
 
-async def in_use(client: httpx.AsyncClient) -> None:
+async def in_use(url: str) -> None:
     """A call of the one session there is has begun."""
-    async with asyncio.timeout(60):
+    async with httpx.AsyncClient(base_url=url, headers=headers(), timeout=60) as client, asyncio.timeout(200):
         while [one["idle_s"] for one in (await client.get("/sessions")).json()] != [0.0]:
             await asyncio.sleep(0.01)
 
@@ -88,18 +91,22 @@ async def test_sessions_errors_keep_their_kind(url: str, remote: RemoteSandbox) 
     await nowhere.close()
 
 
-async def test_sessions_end_after_their_time_without_use(url: str) -> None:
-    sandbox = remote_of(url, ttl_s=3.0)
-    forgotten, busy = await sandbox.start("forgotten"), await sandbox.start("busy")
-    work = asyncio.create_task(busy.run(["sleep", "12"], timeout_s=60.0))
-    async with httpx.AsyncClient(base_url=url, headers=headers()) as client:
-        async with asyncio.timeout(60):
+async def test_sessions_end_after_their_time_without_use(start: Start, tmp_path: Path) -> None:
+    url = await start(gated(CONFIG, tmp_path))
+    sandbox = remote_of(url, ttl_s=10.0)
+    busy = await sandbox.start("busy")
+    work = asyncio.create_task(busy.run(UNTIL_GO, timeout_s=300.0))
+    await in_use(url)
+    forgotten = await sandbox.start("forgotten")
+    async with httpx.AsyncClient(base_url=url, headers=headers(), timeout=60) as client:
+        async with asyncio.timeout(200):
             while len((await client.get("/sessions")).json()) > 1:
                 await asyncio.sleep(0.05)
         assert [one["label"] for one in (await client.get("/sessions")).json()] == ["busy"]
         assert "penstock_sandbox_reaped_total 1.0" in (await client.get("/metrics")).text
     with pytest.raises(SandboxLost):
         await forgotten.run_python("1")
+    (tmp_path / "go").touch()
     assert (await work).exit_code == 0
     await sandbox.close()
 
@@ -219,7 +226,7 @@ SLOWLY = "echo one; sleep 0.7; echo two > done"
 async def test_stream_reader_that_leaves_stops_no_run(remote: RemoteSandbox) -> None:
     session = await remote.start("leaver")
     await session.run_python("x = 5")
-    stream = session.stream(["sh", "-c", SLOWLY], timeout_s=10.0)
+    stream = session.stream(["sh", "-c", SLOWLY], timeout_s=60.0)
     assert (await anext(stream)).data == "one\n"
     await stream.aclose()  # type: ignore[attr-defined]
     other = await remote.attach(session.session_id)
@@ -230,7 +237,7 @@ async def test_stream_reader_that_leaves_stops_no_run(remote: RemoteSandbox) -> 
 async def test_stream_reader_that_leaves_ends_its_own_box() -> None:
     sandbox = make_sandbox(SandboxConfig(max_boxes=1), "tests")
     session = await sandbox.start("leaver")
-    stream = session.stream(["sh", "-c", SLOWLY], timeout_s=10.0)
+    stream = session.stream(["sh", "-c", "echo one; exec sleep 600"], timeout_s=600.0)
     assert (await anext(stream)).data == "one\n"
     await stream.aclose()  # type: ignore[attr-defined]
     after = await session.run(["ls"])
