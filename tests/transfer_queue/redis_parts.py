@@ -20,7 +20,7 @@ from penstock.transfer_queue.redis import Connection
 from penstock.transfer_queue.redis.scripts import Script, make_library
 
 PASSWORD = "a-test-password"
-CONFIG = TransferQueueConfig(deadline_s=20.0, registry_ttl_s=3.0)
+CONFIG = TransferQueueConfig(deadline_s=120.0, registry_ttl_s=60.0)
 SCRIPTS = {
     "echo": "return {KEYS, ARGV}",
     "refuse": "return redis.error_reply(ARGV[1])",
@@ -45,7 +45,7 @@ def small_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.transfer_queue.redis.client.library", lambda: make_library(made.values()))
 
 
-async def open_to(url: str, deadline_s: float = 20.0) -> Connection:
+async def open_to(url: str, deadline_s: float = 120.0) -> Connection:
     return await Connection.connect(url, deadline_s=deadline_s, password=PASSWORD)
 
 

@@ -93,10 +93,11 @@ async def test_a_waiting_trainer_comes_before_further_engines(make_queue) -> Non
 async def test_a_killed_side_gives_its_turn_back(make_queue, dead: Side, next_one: Side) -> None:
     queue = await make_queue(LIMITS)
     killed, living = Party(queue, dead, "killed", BUDGET), Party(queue, next_one, "living", BUDGET)
-    first = await killed(holds=True, bytes=BUDGET, ttl_s=SHORT_S)
+    first = await killed(holds=True, bytes=BUDGET)
     assert first.fence
     assert (await living(holds=True, bytes=BUDGET)).fence == 0
-    async with asyncio.timeout(30):
+    await killed(holds=True, bytes=BUDGET, ttl_s=SHORT_S)  # its last word
+    async with asyncio.timeout(200):
         while not (found := await living(holds=True, bytes=BUDGET)).fence:
             await asyncio.sleep(0.05)
     assert found.fence > first.fence
@@ -181,7 +182,7 @@ async def test_a_turn_is_handed_over_and_back(make_queue, another_client) -> Non
     async with engine.renewal(), trainer.renewal():
         await engine.take(700)
         waiting = asyncio.create_task(trainer.take(900))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(200):
             while not engine.is_requested:
                 await asyncio.sleep(0.02)
             await engine.give_back(100)
@@ -191,7 +192,7 @@ async def test_a_turn_is_handed_over_and_back(make_queue, another_client) -> Non
         with pytest.raises(OverBudget, match=r"placement\.memory_budget_bytes, 1000.*trainer\.micro_batch_tokens"):
             await trainer.claim(901)
         await trainer.give_back()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(200):
             await engine.take(700)
     # Its memory may be on the devices until its process has ended: no other side gets the turn before its time.
     assert [(one.holds, one.bytes) for one in (await queue.turns()).holders] == [(True, 700), (False, 0)]
@@ -202,9 +203,9 @@ async def test_a_silent_holder_finds_its_turn_lost(make_queue) -> None:
     engine = DeviceTurn(queue, "engine", "rollout-0", TurnSettings(ttl_s=SHORT_S))
     await engine.take(0)  # nothing renews it
     trainer = DeviceTurn(queue, "trainer", "trainer", TurnSettings(ttl_s=LONG_S))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(200):
         await trainer.take(0)
-    async with engine.renewal(), asyncio.timeout(30):
+    async with engine.renewal(), asyncio.timeout(200):
         while engine.holds:
             await asyncio.sleep(0.02)
         with pytest.raises(TurnLost, match="given to trainer"):
@@ -229,11 +230,13 @@ async def test_a_claim_over_the_whole_budget_is_refused(make_queue) -> None:
 async def test_a_claim_waits_for_the_entry_of_a_killed_process(make_queue) -> None:
     """Else the next life would use what is still counted for the one before it."""
     queue = await make_queue(LIMITS)
-    await Party(queue, "engine", "rollout-0 (killed)", BUDGET)(holds=True, bytes=700, ttl_s=1.0)
+    killed = Party(queue, "engine", "rollout-0 (killed)", BUDGET)
+    await killed(holds=True, bytes=700)
     engine = DeviceTurn(queue, "engine", "rollout-0 (next)", TurnSettings(BUDGET))
-    async with engine.renewal(), asyncio.timeout(30):
+    async with engine.renewal(), asyncio.timeout(200):
         await engine.take(ALL_THAT_IS_FREE)
         assert {one.holder: one.bytes for one in (await queue.turns()).holders}["rollout-0 (next)"] == 300
+        await killed(holds=True, bytes=700, ttl_s=SHORT_S)  # its last word
         await engine.claim(700)
         assert [(one.holder, one.bytes) for one in (await queue.turns()).holders] == [("rollout-0 (next)", 700)]
 
@@ -241,8 +244,8 @@ async def test_a_claim_waits_for_the_entry_of_a_killed_process(make_queue) -> No
 async def test_a_claim_beside_a_living_one_over_the_budget_is_refused(make_queue) -> None:
     queue = await make_queue(LIMITS)
     first = DeviceTurn(queue, "engine", "rollout-0", TurnSettings(BUDGET))
-    second = DeviceTurn(queue, "engine", "rollout-1", TurnSettings(BUDGET, ttl_s=SHORT_S))
-    async with first.renewal(), second.renewal(), asyncio.timeout(30):
+    second = DeviceTurn(queue, "engine", "rollout-1", TurnSettings(BUDGET, ttl_s=5.0))
+    async with first.renewal(), second.renewal(), asyncio.timeout(200):
         await first.take(700)
         await second.take(ALL_THAT_IS_FREE)
         with pytest.raises(

@@ -105,7 +105,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @staticmethod
     async def _connect(server: RedisServer | RedisCluster, log: Archive) -> RedisTransferQueue:
-        config, run = TransferQueueConfig(deadline_s=20.0), f"m-{secrets.token_hex(6)}"
+        config, run = TransferQueueConfig(deadline_s=120.0), f"m-{secrets.token_hex(6)}"
         return await RedisTransferQueue.connect(server.url, run, config, "a-test-password", archive=log)
 
     def teardown(self) -> None:

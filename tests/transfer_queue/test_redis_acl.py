@@ -27,12 +27,13 @@ async def users(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Users
     """Role → its connection; ``default``: it may do everything; ``hasty``: an agent's that waits for nothing."""
     lines = role_users("mine", PASSWORDS)
     async with RedisServer(tmp_path_factory.mktemp("redis"), PASSWORD, users=lines) as server:
-        made = {"default": await Connection.connect(server.url, deadline_s=10, password=PASSWORD)}
+        made = {"default": await Connection.connect(server.url, deadline_s=120, password=PASSWORD)}
         for role, password in PASSWORDS.items():
-            made[role] = await Connection.connect(server.url, deadline_s=10, password=password, username=role)
+            made[role] = await Connection.connect(server.url, deadline_s=120, password=password, username=role)
         made["hasty"] = await Connection.connect(
-            server.url, deadline_s=2.0, password=PASSWORDS["agent"], username="agent"
+            server.url, deadline_s=120, password=PASSWORDS["agent"], username="agent"
         )
+        made["hasty"]._deadline_s = 2.0
         yield made
         for connection in made.values():
             await connection.close()

@@ -147,7 +147,8 @@ async def test_a_script_that_frees_memory_runs_when_there_is_none(connection: Co
 async def test_a_full_redis_takes_no_functions(connection: Connection, server: RedisServer) -> None:
     await connection.command("SET", "ballast", b"x" * 2_000_000)
     await connection.command("CONFIG", "SET", "maxmemory", (await connection.info())["used_memory"] // 2)
-    hasty = await open_to(server.url, deadline_s=2.0)
+    hasty = await open_to(server.url)
+    hasty._deadline_s = 2.0
     with pytest.raises(QueueUnavailable, match="raise maxmemory until they are loaded"):
         await hasty.script("echo", "k")
     await hasty.close()
@@ -275,7 +276,8 @@ async def test_an_argument_that_cannot_be_sent_is_not_repeated(connection: Conne
 
 
 async def test_a_payload_that_does_not_come_is_named(server: RedisServer) -> None:
-    connection = await open_to(server.url, deadline_s=2.0)
+    connection = await open_to(server.url)
+    connection._deadline_s = 5.0
     with pytest.raises(QueueUnavailable, match=r"weigh: no answer from redis://.* for \d+\.\d s: RETRY no payload"):
         await connection.script("weigh", "h", keys=["nowhere"])
     await connection.close()
@@ -367,7 +369,7 @@ async def test_tls(tmp_path: Path) -> None:
 
 async def test_a_wrong_login_is_refused(server: RedisServer) -> None:
     with pytest.raises(QueueError, match="refused the login"):
-        await Connection.connect(server.url, deadline_s=5, password="wrong-password")
+        await Connection.connect(server.url, deadline_s=120, password="wrong-password")
 
 
 async def test_a_redis_that_evicts_is_refused(server: RedisServer, connection: Connection) -> None:

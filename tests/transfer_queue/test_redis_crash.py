@@ -109,7 +109,7 @@ async def test_a_start_waits_while_the_file_is_loaded(tmp_path: Path) -> None:
 async def test_a_call_waits_while_redis_loads(tmp_path: Path) -> None:
     """Redis came back in mid-run, and reads its file for many times the deadline of a call."""
     port = await write_file(tmp_path, 20_000)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         slow = SlowLoading(tmp_path, PASSWORD, port=port)
         starting = asyncio.create_task(slow.start())
         try:
@@ -155,7 +155,7 @@ async def server(tmp_path: Path) -> AsyncIterator[LosingServer]:
 
 @pytest.fixture
 async def losing(server: LosingServer) -> AsyncIterator[RedisTransferQueue]:
-    config = TransferQueueConfig(deadline_s=20.0)
+    config = TransferQueueConfig(deadline_s=120.0)
     made = await RedisTransferQueue.connect(server.url, f"loss-{secrets.token_hex(4)}", config, PASSWORD)
     await made.create_run(LOSS_LIMITS, "x")
     yield made

@@ -158,7 +158,7 @@ async def test_a_reader_that_stops_leaves_no_round_trip_under_way(
 
     monkeypatch.setattr(queue._connection, "many", silent_after_the_first)
     monkeypatch.setattr("penstock.transfer_queue.redis.payloads.PIPELINE_BYTES", 1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(200):
         with pytest.raises(BadPayload, match=leases[0].episode_id):
             await queue.read([lease.episode_id for lease in leases])
     assert len(begun) == 2

@@ -276,7 +276,6 @@ async def test_a_full_redis_lets_everything_end(
         await queue.complete(lease, trajectory(lease))
     await queue._connection.command("CONFIG", "SET", "maxmemory", 1)
     try:
-        queue._connection._deadline_s = trainer._connection._deadline_s = 5.0
         assert await queue.adopt(leases[4].episode_id, leases[4].fence) == leases[4]
         assert await queue.renew(leases[4:]) == []
         await queue.release(leases[4])
@@ -297,7 +296,6 @@ async def test_a_full_redis_lets_everything_end(
         await trainer.commit(1)
     finally:
         await queue._connection.command("CONFIG", "SET", "maxmemory", 0)
-        queue._connection._deadline_s = CONFIG.deadline_s
     assert (await queue.status()).committed_step == 1
 
 

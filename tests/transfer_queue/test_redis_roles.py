@@ -24,7 +24,7 @@ from penstock.transfer_queue.redis import RIGHTS, role_users
 
 pytestmark = pytest.mark.redis
 PASSWORD = "a-test-password"
-CONFIG = TransferQueueConfig(deadline_s=10.0)
+CONFIG = TransferQueueConfig(deadline_s=120.0)
 ENGINE = TurnCall("engine", "s0", 1, holds=True, ttl_s=30.0)
 PASSWORDS = {role: f"{role}-password" for role in RIGHTS}
 

@@ -234,7 +234,7 @@ async def test_a_server_that_does_not_end_is_killed(tmp_path: Path) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(200):
             await server.stop(timeout_s=0.2)
         assert not _runs(pid)
         await server.start()  # its directory is free again
