@@ -90,7 +90,7 @@ async def test_own_limit_of_a_call_does_not_truncate(run, calling_policy, tokens
 
 async def test_the_deadline_keeps_what_was_sampled(run, calculator):
     calculator.delay_s = 30
-    config = AgentConfig(episode_deadline_s=1.0, max_response_tokens=1000)
+    config = AgentConfig(episode_deadline_s=5.0, max_response_tokens=1000)
     outcome, trajectory, _ = await run(tool=calculator, config=config, tool_timeout_s=60)
     assert outcome == Outcome(OutcomeKind.TRUNCATED, "deadline")
     assert trajectory.num_turns == 1

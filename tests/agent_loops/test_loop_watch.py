@@ -19,10 +19,14 @@ class Reporting(LoopWatch):
     def __init__(self, limit_s: float = 1.0) -> None:
         super().__init__(limit_s)
         self.reported = threading.Event()
+        self.named = threading.Event()
+        """Set by the report of `blocks_the_loop`: a loaded machine adds those of other places."""
 
     def _report(self, place: str, seconds: float, *, is_users: bool) -> None:
         super()._report(place, seconds, is_users=is_users)
         self.reported.set()
+        if place.endswith(" in blocks_the_loop"):
+            self.named.set()
 
     def places(self) -> dict[str, int]:
         """Those of this file: a loaded machine may add others."""
@@ -38,8 +42,8 @@ async def watch():
 
 
 def blocks_the_loop(watch: Reporting) -> None:
-    assert watch.reported.wait(60)
-    watch.reported.clear()
+    assert watch.named.wait(60)
+    watch.named.clear()
 
 
 async def test_loop_watch_names_the_blocking_line_once(watch, caplog):
@@ -79,7 +83,6 @@ async def test_loop_watch_names_user_code_that_begins_in_a_late_loop(monkeypatch
     watch = Reporting(limit_s=0.1)
     watch.start()
     assert watch.reported.wait(60)
-    watch.reported.clear()
     blocks_the_loop(watch)
     watch.stop()
     assert [place.rpartition(" in ")[2] for place in watch.blocked][-1] == "blocks_the_loop"
@@ -108,7 +111,7 @@ async def test_loop_watch_holds_nothing_of_what_it_names(watch):
         return weakref.ref(large)
 
     large = blocks_with_a_large_object()
-    await until(lambda: large() is None, 20)
+    await until(lambda: large() is None)
 
 
 async def test_loop_watch_ignores_waiting(watch):

@@ -54,7 +54,7 @@ async def test_python_in_a_box_answers_and_remembers(job_of, tasks_of, chat_for)
 
     job = job_of(FakeClient(policy), tasks_of(4))
     worker = asyncio.create_task(run_worker(job))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while len(job.run.queue.done) < 4 and not worker.done():
             await asyncio.sleep(0.02)
     worker.cancel()

@@ -154,8 +154,9 @@ async def test_failures_in_a_row_stop_the_worker_with_their_cause(worker_of, que
 
 async def test_worker_without_server_leases_nothing(worker_of, queue_of, tasks_of, calling_policy):
     queue, client = queue_of(tasks_of(1)), FakeClient(calling_policy(turns=0), version=None)
-    async with running(worker_of(queue, client)):
-        await asyncio.sleep(0.2)
+    worker = worker_of(queue, client)
+    async with running(worker):
+        await until(lambda: worker.stats.waits_s.get("server", 0.0) > 0.1)
         assert queue.leased == []
         assert not queue.done
         client.version = 0

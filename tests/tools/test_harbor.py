@@ -41,7 +41,7 @@ def play(tokenizer_for, tmp_path):
 
     async def go(folder: Path, says: list[str], settings: Mapping[str, Any] | None = None) -> Trajectory:
         task = task_of(folder)
-        tools = [ToolConfig(name="harbor", timeout_s=30, settings=dict(settings or {}))]
+        tools = [ToolConfig(name="harbor", timeout_s=300, settings=dict(settings or {}))]
         budget = {"max_turns": 8, "max_response_tokens": 20000, "max_new_tokens": 2000}
         budget["reward"] = "penstock.tools.swe:tool_reward"
         return await try_loop(
@@ -75,7 +75,7 @@ async def test_a_service_that_an_agent_starts_runs_until_it_is_graded(play, writ
     asks = "exec 3<>/dev/tcp/127.0.0.1/7001"
     folder = write_task(test=f"(({asks}) && echo 1 || echo 0) > /logs/verifier/reward.txt")
     serves = "nohup python3 -m http.server 7001 >/dev/null 2>&1 &"
-    waits = f"for i in $(seq 100); do ({asks}) 2>/dev/null && break; sleep 0.1; done"
+    waits = f"for i in $(seq 1000); do ({asks}) 2>/dev/null && break; sleep 0.1; done"
     assert (await play(folder, [call("shell", command=f"{serves} {waits}"), call("submit")])).reward == 1.0
 
 

@@ -107,10 +107,10 @@ async def test_mcp_reconnects_after_a_server_died(stdio: dict[str, BaseTool]) ->
 
 
 async def test_mcp_slow_call_ends_and_keeps_the_connection() -> None:
-    tools = make(timeout_s=3, **STDIO)
+    tools = make(timeout_s=10, **STDIO)
     await tools["wait"].create(TASK)  # starting the server is no part of a call
     before = (await call(tools, "process")).text
-    assert (await call(tools, "wait")).text == "Error: wait did not finish within 3 s"
+    assert (await call(tools, "wait")).text == "Error: wait did not finish within 10 s"
     assert (await call(tools, "process")).text == before
     await close_tools(tools.values())
 

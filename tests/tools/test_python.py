@@ -16,7 +16,7 @@ TASK = Task("train/00000001", "train", [], "tests", None)
 
 @pytest_asyncio.fixture
 async def sandbox() -> AsyncIterator[Sandbox]:
-    made = make_sandbox(SandboxConfig(max_boxes=2, run_timeout_s=5.0), "tests-tools")
+    made = make_sandbox(SandboxConfig(max_boxes=2, run_timeout_s=60.0), "tests-tools")
     yield made
     await made.close()
 
@@ -45,13 +45,16 @@ async def test_python_tool_keeps_its_box_until_release(tool: PythonTool) -> None
     assert state.session_id is None
 
 
-async def test_python_tool_what_the_model_reads_when_its_code_fails(tool: PythonTool) -> None:
+async def test_python_tool_what_the_model_reads_when_its_code_fails(tool: PythonTool, sandbox: Sandbox) -> None:
     state = await tool.create(TASK)
     text, is_error = await run(tool, state, "print('so far')\nundefined")
     assert is_error
     assert text.splitlines()[0] == "so far"
     assert text.splitlines()[-1] == "NameError: name 'undefined' is not defined"
     assert await run(tool, state, "exit(3)") == ("Error: exit code 3", True)
+    await tool.release(state)
+    sandbox.config = sandbox.config.model_copy(update={"run_timeout_s": 5.0})  # type: ignore[attr-defined]
+    state = await tool.create(TASK)
     text, is_error = await run(tool, state, "y = 1\nwhile True: pass")
     assert (text, is_error) == ("Error: the code ran longer than it may and was stopped.\n" + STATE_LOST, True)
     assert state.python_calls == []

@@ -17,7 +17,7 @@ TASK = Task("train/00000001", "train", [], "tests", None)
 
 @pytest_asyncio.fixture
 async def sandbox() -> AsyncIterator[Sandbox]:
-    made = make_sandbox(SandboxConfig(max_boxes=2, run_timeout_s=5.0), "tests-shell")
+    made = make_sandbox(SandboxConfig(max_boxes=2, run_timeout_s=60.0), "tests-shell")
     yield made
     await made.close()
 
@@ -49,7 +49,7 @@ class ShellEpisode:
             await tool.release(self.states[name])
 
 
-def tools_of(sandbox: Sandbox, timeout_s: float = 10.0) -> dict[str, BaseTool]:
+def tools_of(sandbox: Sandbox, timeout_s: float = 60.0) -> dict[str, BaseTool]:
     return make_tools([ToolConfig(name=name, timeout_s=timeout_s) for name in ("shell", "editor", "python")], sandbox)
 
 

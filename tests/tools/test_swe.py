@@ -45,7 +45,7 @@ def play(rows, tokenizer_for, tmp_path):
         task = Task(
             "eval/0/0", "eval/0", [{"role": "user", "content": row["problem_statement"]}], "swe", "", extra_info=row
         )
-        tools = [ToolConfig(name="swe", timeout_s=30, settings={**LIMITS, **(settings or {})})]
+        tools = [ToolConfig(name="swe", timeout_s=300, settings={**LIMITS, **(settings or {})})]
         budget = {
             "max_turns": 8,
             "max_response_tokens": 20000,
@@ -100,7 +100,7 @@ async def test_swe_tools_broken_task_is_no_reward_of_zero(play, rows):
 
 async def test_swe_tools_another_worker_grades_what_this_one_left(rows):
     sandbox = make_sandbox(SANDBOX, "tests-swe-tools")
-    tools = make_tools([ToolConfig(name="swe", timeout_s=30, settings=LIMITS)], sandbox)
+    tools = make_tools([ToolConfig(name="swe", timeout_s=300, settings=LIMITS)], sandbox)
     task = Task("eval/0/0", "eval/0", [], "swe", "", extra_info=rows[0])
     first = await tools["shell"].create(task)
     await tools["shell"].execute(first, {"command": "sed -i 's/\"-\".join/sep.join/' wordkit/slug.py"})
@@ -116,7 +116,7 @@ async def test_swe_tools_another_worker_grades_what_this_one_left(rows):
 
 async def test_swe_tools_give_back_a_box_without_environment(rows):
     sandbox = make_sandbox(SANDBOX, "tests-swe-tools")
-    tools = make_tools([ToolConfig(name="swe", timeout_s=30, settings=LIMITS)], sandbox)
+    tools = make_tools([ToolConfig(name="swe", timeout_s=300, settings=LIMITS)], sandbox)
     task = Task("eval/0/0", "eval/0", [], "swe", "", extra_info=rows[0])
     first = await tools["shell"].create(task)
     broken = replace(task, extra_info={**rows[0], "folder": "/proc/nowhere"})

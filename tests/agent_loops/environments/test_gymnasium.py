@@ -122,8 +122,8 @@ async def test_an_environment_that_never_answers_is_ended_with_all_it_started(
     file = tmp_path / "pids"
     options = {"where": where, "how": how, "pid_file": "" if how == "spins" else str(file)}
     limit, seconds = {
-        ("reset", "hangs"): ("start_timeout_s", 10.0),
-        ("step", "hangs"): ("step_timeout_s", 5.0),
+        ("reset", "hangs"): ("start_timeout_s", 30.0),
+        ("step", "hangs"): ("step_timeout_s", 10.0),
         ("step", "spins"): ("step_timeout_s", 0.5),
     }[where, how]
     given = settings("Broken", options=options, **{limit: seconds})

@@ -127,7 +127,7 @@ async def test_an_environment_that_never_ends_is_cut(play: Play, settings, confi
 
 @pytest.mark.parametrize(
     ("settings", "config"),
-    [({"max_seconds": 3.0}, {}), ({}, {"episode_deadline_s": 3.0}), ({"remembered_turns": 1, "max_seconds": 3.0}, {})],
+    [({"max_seconds": 5.0}, {}), ({}, {"episode_deadline_s": 5.0}), ({"remembered_turns": 1, "max_seconds": 5.0}, {})],
 )
 async def test_an_episode_that_is_out_of_time_keeps_what_it_earned(play: Play, settings, config) -> None:
     class Slow(FakeEnvironment):

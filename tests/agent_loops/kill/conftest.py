@@ -158,4 +158,4 @@ def boxes_of() -> Callable[[int], contextlib.AbstractAsyncContextManager[Boxes]]
 def stop(process: subprocess.Popen[bytes]) -> None:
     """As a supervisor does."""
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    assert process.wait(200) == 0
