@@ -44,7 +44,7 @@ def page_process(runs_dir: Path) -> Iterator[str]:
         yield _address(process)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def _address(process: subprocess.Popen[str]) -> str:

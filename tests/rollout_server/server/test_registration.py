@@ -57,7 +57,7 @@ class ScheduledQueue(FaultyQueue):
         self._moved = asyncio.Condition()
 
     async def turn(self, name: str) -> None:
-        async with self._moved, asyncio.timeout(20.0):
+        async with self._moved, asyncio.timeout(60.0):
             await self._moved.wait_for(lambda: name not in self.schedule or self.schedule[0] == name)
             if name in self.schedule:
                 self.schedule.pop(0)

@@ -87,7 +87,7 @@ class Ranks:
     def stop(self) -> None:
         self.sources[0].wire.stop_others()
         for thread in self.answering:
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 
@@ -145,7 +145,7 @@ def test_source_waits_for_a_rank_that_is_behind(ranks: Ranks) -> None:
     time.sleep(0.1)  # for it to wait by now; where it does not yet, the test shows less
     for source, own in zip(ranks.sources[1:], first[0][1:], strict=True):
         source.take(1, own)
-    reading.join(20)
+    reading.join(60)
     assert torch.equal(found[0], first[1])
     ranks.take(2, second[0])
     assert torch.equal(read(ranks.sources[0], 2, 100), second[1])
