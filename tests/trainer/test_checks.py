@@ -84,6 +84,7 @@ ENGINES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         r"replicate is 4, .* the 2 copies .*each of 2 ranks",
     ),
     ({"ranks": 2, "parallel": {"tensor": 2}, "compile": True}, {}, r"trainer\.compile does not go with"),
+    ({"lora": {"rank": 8, "targets": "experts"}, "compile": True}, {}, r"lora\.targets has experts, which go neither"),
     ({"compile": True, "recompute": "selective"}, {}, r"compile .* trainer\.recompute selective: set recompute to"),
     ({"activation_offload": True, "recompute": "selective"}, {}, "activation_offload .* selective .* set recompute to"),
     ({"engine": "megatron", "recompute": "selective"}, {}, "set it to true or false under megatron"),

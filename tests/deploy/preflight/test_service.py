@@ -45,6 +45,7 @@ def test_a_recipe_that_can_be_served_is_told_its_room_for_adapters(
     [
         ("trainer.lora.rank=0", "service", "trainer.lora.rank"),
         ("trainer.ranks=2", "service", "trainer.ranks"),
+        ("trainer.lora.targets=[q_proj, experts]", "service", "trainer.lora.targets"),
         ("model=nowhere", "model", ""),
         (f"transfer_queue.max_bytes={1 << 50}", "memory", "transfer_queue.max_bytes"),
         (f"transfer_queue.max_bytes={1 << 50}", "adapters", "transfer_queue.max_bytes"),
