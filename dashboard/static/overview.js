@@ -318,8 +318,8 @@ export async function overview(root, { run, repeat }) {
     end = await get(of(run, "end"));
     costs.replaceChildren(...accounts(await get(of(run, "accounts"))));
     spent.hidden = !costs.children.length;
-    if (now && !now.alive) facts.replaceChildren(...figures(end.summary));
     const { names, rows } = await get(of(run, "metrics"), { points: 10 });
+    if (now && !now.alive) facts.replaceChildren(...figures(end.summary));
     if (rows === seen || !now) return;
     const wanted = [...new Set([...PLOTS.flatMap(([, some]) => matching(names, some).map(([name]) => name)), "tokens_sampled", "wall_s"])];
     const series = await get(of(run, "metrics"), { name: wanted.filter((name) => names.includes(name)) });

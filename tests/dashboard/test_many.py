@@ -15,6 +15,25 @@ pytestmark = IN_BROWSER
 STEPS, SAVED = 1250, 8
 FLING = "part => { const box = document.querySelector('.rows'); box.scrollTop = part * box.scrollHeight; }"
 
+LIVE_BEFORE_METRICS = """{
+    const plain = window.fetch;
+    let ask, tell;
+    const asked = new Promise((done) => { ask = done; });
+    const told = new Promise((done) => { tell = done; });
+    window.fetch = async (url, ...rest) => {
+        if (url.includes("/over/metrics?points")) {
+            ask();
+            await told;
+        }
+        if (!url.endsWith("/over/live")) return plain(url, ...rest);
+        await asked;
+        const answer = await plain(url, ...rest);
+        setTimeout(tell);
+        return answer;
+    };
+}"""
+"""The page gets `live` after it has asked for the metrics and before it gets them."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def many(runs_dir: Path) -> None:
@@ -90,8 +109,9 @@ async def test_overview_of_an_ended_run_in_the_browser(runs_dir: Path, open_tab:
     (run / "ended.json").write_text('{"version": 4, "why": "all steps are done"}')
     (run / "summary.json").write_text('{"steps": 4, "reward_last": 0.0, "restarts": {"agent-0": 2}}')
     tab: Tab = await open_tab()
+    await tab.page.add_init_script(LIVE_BEFORE_METRICS)
     await tab.sign_in("looks")
-    await tab.go("#/over/overview", ".chart canvas")
+    await tab.go("#/over/overview", "#newest")
     await tab.page.wait_for_selector("#warning")
     told = await tab.text("main")
     for words in ("Ended: all steps are done", "restarts of agent-0", "malformed calls (32 of 32 episodes)"):
