@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.common import write_atomically
@@ -122,17 +124,17 @@ class ClientModels:
         return [next(parts) if len(ids) > 1 else none for ids, none in zip(prompts, results, strict=True)]
 
     def peft_of(self, folder: Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(peft's settings, weights by peft's names) of a saved adapter; for None of one that changes nothing. Not in
-        the torch thread. Raises `BadRequestData` for damaged files, `OSError`."""
+        """(peft's settings, weights under the names of the model's files) of a saved adapter; for None of one that
+        changes nothing. Not in the torch thread. Raises `BadRequestData` for damaged files, `OSError`."""
+        adapter = self._engine.policy.adapter
+        assert adapter is not None
         if folder is None:
-            settings = self._engine.adapter_settings
-            assert settings is not None
-            return {**settings, "r": 1}, self._place.new(1, 0, attention=False, mlp=False).weights
-        from safetensors.torch import load_file
-
-        with _damage_named(folder):
-            weights = load_file(folder / "adapter_model.safetensors")
-        return json.loads((folder / "adapter_config.json").read_text()), weights
+            settings, weights = {**adapter.settings, "r": 1}, self._place.new(1, 0, attention=False, mlp=False).weights
+        else:
+            with _damage_named(folder):
+                weights = load_file(folder / "adapter_model.safetensors")
+            settings = json.loads((folder / "adapter_config.json").read_text())
+        return settings, dict(chain.from_iterable(starmap(adapter.published, weights.items())))
 
     # checkpoints ---------------------------------------------------------------------------------------------------
     def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> int:

@@ -11,12 +11,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from mixtures import FAMILIES
 from peft import PeftModel
+from safetensors.torch import load_file
+from tests.tiny_model import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from penstock.trainer import BadJob, Ranks, TrainerConfig
 from penstock.trainer.config import AdamSettings
 from penstock.trainer.service import BadRequestData, ClientModels, Datum, LossCall
+from penstock.weight_sync import Merger, WeightPublisher
 
 pytestmark = pytest.mark.torch
 CONFIG = TrainerConfig(dtype="float32", micro_batch_tokens=24, lora={"rank": 8, "alpha": 16.0})
@@ -116,6 +120,23 @@ def test_a_checkpoint_is_loaded_with_its_moments_or_without(models: ClientModels
     a, same, fresh = (models.forward(name, DATA, NLL, backward=False).loss for name in ("a", "same", "fresh"))
     assert a == same
     assert a != fresh
+
+
+def test_servers_merge_an_adapter_by_the_names_in_the_models_files(ranks: Ranks, tmp_path: Path) -> None:
+    """In those of Nemotron-H its modules have other names than in transformers."""
+    model = save_tiny_model(tmp_path / "model", "NemotronH", **FAMILIES["NemotronH"])
+    models = ClientModels(model, CONFIG, ranks)
+    models.create("a", 4, seed=1)
+    train(models, "a", DATA)
+    models.save("a", tmp_path / "saved", with_optimizer=False)
+    base = load_file(Path(model) / "model.safetensors")
+    for folder, learned in ((tmp_path / "saved", True), (None, False)):
+        settings, weights = models.peft_of(folder)
+        publisher = WeightPublisher(tmp_path / f"weights-{learned}", "disk", model=Path(model))
+        manifest = publisher.write_adapter(1, weights.items(), settings)
+        merged = load_file(Merger(Path(model), tmp_path / f"merged-{learned}", "float32").merge(manifest).place)
+        changed = [name for name, tensor in merged.items() if not torch.equal(tensor, base[name])]
+        assert len(changed) == (len(weights) // 2 if learned else 0)
 
 
 def test_a_damaged_checkpoint_fails_its_requests_alone(models: ClientModels, tmp_path: Path) -> None:
