@@ -1,12 +1,12 @@
 """Layouts of a trainer's ranks for a number of GPUs: the memory of a device, and the bytes that travel for a pack.
 
 With N ranks in H = parallel.replicate sets of F = N/H, E = parallel.expert, C = parallel.context, b bytes of the
-arithmetic, P parameters of which Pe are the experts', L layers, k experts of a token, hidden width h, query and
-key-value widths q and kv, and T tokens of a rank's part of a pack, a rank receives
+arithmetic, P parameters of which Pe are the experts', L layers of which Le have experts, k experts of a token, hidden
+width h, query and key-value widths q and kv, and T tokens of a rank's part of a pack, a rank receives
 
     gathers      2·b·G            G = (P − Pe)·(1 − 1/F) + Pe/E·(1 − E/F)       weights, in the forward and the backward
     reduction    4·G              gradients in float32; with LoRA those of its matrices
-    all-to-all   m·b·T·L·k·h·(1 − 1/E)       m = 4: dispatch and combine, forward and backward; 6 with recompute: true
+    all-to-all   m·b·T·Le·k·h·(1 − 1/E)      m = 4: dispatch and combine, forward and backward; 6 with recompute: true
     attention    4·b·T·L·(q + kv)·(1 − 1/C)      tokens for heads and back, forward and backward
 
 What is gathered and reduced is that of torch/distributed/fsdp/_fully_shard, what is exchanged that of
@@ -145,7 +145,7 @@ def received_bytes(shape: ModelShape, trainer: TrainerConfig) -> float:
 def exchanged_bytes(shape: ModelShape, trainer: TrainerConfig, tokens: float) -> float:
     """Return the bytes of tokens that a rank receives from ranks of other experts for a pack of `tokens` of its own."""
     passes = 6 if trainer.recompute is True else 4
-    rows = tokens * shape.layers * shape.routed * shape.hidden
+    rows = tokens * shape.expert_layers * shape.routed * shape.hidden
     return passes * BYTES[trainer.dtype] * rows * (1 - 1 / trainer.parallel.expert)
 
 

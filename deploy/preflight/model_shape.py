@@ -38,6 +38,8 @@ class ModelShape:
     """Experts of a token in a mixture; 0 in a dense model."""
     expert_count: int = 0
     """Experts of a layer."""
+    expert_layers: int = 0
+    """Layers with experts; others of a mixture may be dense."""
     heads: int = 0
     """Query heads."""
     dtype: str = "float32"
@@ -68,6 +70,7 @@ def shape_of(declared: Mapping[str, Any], weights: WeightFiles) -> ModelShape | 
         experts=sum(math.prod(shape) for name, shape in weights.shapes.items() if ".experts." in name),
         routed=routed,
         expert_count=_expert_count(declared),
+        expert_layers=len({name.partition(".experts.")[0] for name in weights.shapes if ".experts." in name}),
         heads=heads,
         dtype=str(declared.get("dtype") or declared.get("torch_dtype") or "float32"),
     )

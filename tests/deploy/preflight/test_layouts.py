@@ -93,6 +93,7 @@ def test_exchanged_bytes_are_rows_of_each_expert_that_leave_the_rank() -> None:
     assert exchanged(1) == 0
     assert exchanged(8) == pytest.approx(8 * 1000 * 48 * 8 * 2048 * 7 / 8)
     assert exchanged(8, recompute=True) == pytest.approx(1.5 * exchanged(8))
+    assert (shape("744B-A40B").expert_layers, shape("744B-A40B").layers) == (75, 78), "dense layers exchange nothing"
 
 
 def test_heads_and_experts_limit_what_is_proposed() -> None:
