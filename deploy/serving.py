@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.common import FileLock, NotPrivate, frozen_start, keep_logs_bounded, listen, write_atomically
+from penstock.common import FileLock, frozen_start, keep_logs_bounded, listen, write_atomically
 from penstock.deploy.config import RunConfig, load_config
 from penstock.deploy.preflight.service import KEYS_VARIABLE
 from penstock.deploy.preflight.suite import refuse_doomed, service_checks
@@ -30,19 +30,18 @@ from penstock.deploy.run.plan import rollout_role, service_roles
 from penstock.deploy.run.processes import RoleFailed
 from penstock.deploy.run.roles import context_of, fatal, sole_trainer, watched
 from penstock.deploy.run.supervisor import LocalPlacement, Supervisor
-from penstock.deploy.run.weights_folder import weights_dir, weights_entered
 from penstock.deploy.run_dir import RunDir
 from penstock.deploy.telemetry.metrics import MetricsTarget, RequestCounts, RoleState, head_served
 from penstock.service import ServiceContext, ServiceJob, parse_keys, run_service, serve_api
 from penstock.trainer import BadJob, NotSaved
-from penstock.transfer_queue import LogForgotten, QueueError, TrainerFenced
+from penstock.transfer_queue import LogForgotten, QueueError
 
 
 def serve_recipe(recipe: Path, overrides: list[str], *, host: str, port: int, model_name: str | None) -> int:
     """Returns the exit status: 1 something failed, 2 it cannot be right, 130 stopped."""
     console = HeadConsole()
     try:
-        config = load_config(recipe, overrides, with_tasks=False)
+        config = _with_adapters(load_config(recipe, overrides, with_tasks=False))
         refuse_doomed(service_checks(config, with_trials=False))
         asyncio.run(_serve(config, console, host=host, port=port, model_name=model_name or Path(config.model).name))
     except (ConfigError, BadJob, OSError) as error:
@@ -52,6 +51,12 @@ def serve_recipe(recipe: Path, overrides: list[str], *, host: str, port: int, mo
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         return console.complain("stopped; the same command continues the service", 130)
     return 0
+
+
+def _with_adapters(config: RunConfig) -> RunConfig:
+    """Servers have places for the adapters that clients train."""
+    rollout = config.rollout.model_copy(update={"adapter_rank": config.trainer.lora.rank})
+    return config.model_copy(update={"rollout": rollout})
 
 
 async def _serve(config: RunConfig, console: Console, *, host: str, port: int, model_name: str) -> None:
@@ -115,16 +120,14 @@ async def service_trainer(link: RunConnection, model_name: str) -> None:
         config=config.trainer,
         rollout=config.rollout,
         folder=run_dir.root / "service",
-        weights_dir=weights_dir(config, link.token),
         model_name=model_name,
         log_bytes=config.transfer_queue.max_bytes // 2,
     )
     try:
-        with fatal(BadJob, LogForgotten, NotSaved, TrainerFenced, NotPrivate):
+        with fatal(BadJob, LogForgotten, NotSaved):
             async with sole_trainer(run_dir):
-                with weights_entered(config, link.token):
-                    who = MetricsTarget("", config.name, "service", "trainer")
-                    await watched(config, link, who, job.metrics.registry, run_service(job))
+                who = MetricsTarget("", config.name, "service", "trainer")
+                await watched(config, link, who, job.metrics.registry, run_service(job))
     finally:
         await queue.close()
 

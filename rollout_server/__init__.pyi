@@ -1,6 +1,7 @@
 from .client.answer_builder import AnswerBuilder as AnswerBuilder
 from .client.client import RolloutClient as RolloutClient
 from .config import RolloutConfig as RolloutConfig
+from .engines.adapters import ADAPTER_SLOTS as ADAPTER_SLOTS
 from .engines.checkpoint import context_length as context_length
 from .engines.checkpoint import find_model as find_model
 from .engines.child import engine_logs as engine_logs
@@ -9,6 +10,7 @@ from .engines.registry import find_installation as find_installation
 from .engines.registry import make_engine as make_engine
 from .import_without_torch import no_torch as no_torch
 from .pictures import read_images as read_images
+from .protocol import AdapterRef as AdapterRef
 from .protocol import BadRequest as BadRequest
 from .protocol import Chunk as Chunk
 from .protocol import Engine as Engine

@@ -72,6 +72,13 @@ class RolloutConfig(BaseModel):
         description="Mixtures of experts: engines record which experts read each token, and the trainer lets the same"
         " ones read it (R3). Engines hf, vllm and sglang; text only.",
     )
+    adapter_rank: int = Field(
+        0,
+        ge=0,
+        le=512,
+        description="Largest rank of LoRA adapters that requests may name, eight of them at once; 0: none."
+        " `penstock serve` sets it to trainer.lora.rank.",
+    )
     kv_offload_gb: int = Field(
         0,
         ge=0,

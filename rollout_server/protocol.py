@@ -46,6 +46,17 @@ class ImageRef(BaseModel):
     """``file:///…`` on a file system shared with the server, or ``data:image/…;base64,…``."""
 
 
+class AdapterRef(BaseModel):
+    """A LoRA adapter by its content; the server verifies the bytes against `sha256`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    """The digest of ``adapter_model.safetensors``."""
+    folder: str = Field(pattern="^/", max_length=4096)
+    """peft's folder on a file system shared with the server; its tensors have the names of the model's files."""
+
+
 class GenerateRequest(BaseModel):
     """Body of POST /generate."""
 
@@ -55,6 +66,8 @@ class GenerateRequest(BaseModel):
     """The exact context: the prompt and all tokens sampled so far."""
     images: tuple[ImageRef, ...] = ()
     """Images in the order of their placeholders in `token_ids`, which the model's processor has expanded already."""
+    adapter: AdapterRef | None = None
+    """The answer is sampled by the model with this adapter; None: by the model alone."""
     sampling: Sampling = Sampling()
     request_id: Label = ""
     episode_id: Label = ""
@@ -120,6 +133,8 @@ class EngineInfo(BaseModel):
     """True if it takes requests with images."""
     routed_experts: bool = False
     """True if it reports which experts read each token."""
+    adapter_rank: int = 0
+    """Largest rank of an adapter that a request may name; 0: none may."""
     limits: list[str] = []
     """Limits of this engine, one sentence each; printed at start."""
 
@@ -211,6 +226,8 @@ def fit_request(request: GenerateRequest, info: EngineInfo) -> GenerateRequest:
         raise BadRequest(f"token_ids.{wrong}", f"{ids[wrong]} is outside the vocabulary of {info.vocab_size}")
     if request.images and not info.images:
         raise BadRequest("images", f"the {info.name} engine takes none with this model; its limits say why")
+    if request.adapter is not None and not info.adapter_rank:
+        raise BadRequest("adapter", f"the {info.name} engine was not started with rollout.adapter_rank")
     if request.routed_experts_from is not None and not info.routed_experts:
         raise BadRequest("routed_experts_from", f"the {info.name} engine was not started with routing_replay: true")
     room = info.max_model_len - len(ids)

@@ -24,8 +24,6 @@ class ServiceJob:
     rollout: RolloutConfig
     folder: Path
     """Points, checkpoints and samplers lie below it."""
-    weights_dir: Path
-    """Published adapters are written here."""
     model_name: str
     """The base model as clients call it."""
     log_bytes: int = 1 << 31

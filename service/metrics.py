@@ -24,7 +24,6 @@ class ServiceMetrics(Metrics):
         self.samples = self.counter("samples", "Sequences sampled", ["owner"])
         self.tokens = self.counter("tokens", "Tokens: trained, scored, prompt, sampled", ["owner", "use"])
         self.adapters = self.gauge("adapters", "Models in the trainer's memory")
-        self.mount_s = self.histogram("mount_seconds", "Until all servers have another adapter", buckets=SECONDS)
 
     def started(self, request: ClientRequest) -> float:
         """Observes the wait of a request that starts now; returns what `ended` takes."""

@@ -43,6 +43,8 @@ from .files.reader import WeightReader as WeightReader
 from .files.reader import read_verified as read_verified
 from .http.client import Downloader as Downloader
 from .http.server import FileServer as FileServer
+from .lora.adapter import BadAdapter as BadAdapter
+from .lora.adapter import read_adapter as read_adapter
 from .lora.merger import Merger as Merger
 from .manifest import ChainFile as ChainFile
 from .manifest import Manifest as Manifest

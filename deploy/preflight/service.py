@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from penstock.deploy.config import RunConfig
 from penstock.deploy.preflight.check import Check, human, memory_bytes, skipped
-from penstock.deploy.preflight.memory import host_parts, published_bytes
+from penstock.deploy.preflight.memory import host_parts
 from penstock.deploy.preflight.memory_checks import check_host
 from penstock.deploy.preflight.model_shape import model_shape
-from penstock.deploy.preflight.rank_memory import MASTER, learning_parameters
+from penstock.deploy.preflight.rank_memory import BYTES, MASTER, learning_parameters
+from penstock.rollout_server import ADAPTER_SLOTS
 from penstock.service import BadKeys, parse_keys
 from penstock.trainer import BadJob
 from penstock.trainer.service import check_settings
@@ -47,7 +48,8 @@ def check_service_memory(config: RunConfig) -> Iterator[Check]:
     parts = {name: size for name, size in host_parts(config, shape).items() if name not in ("in flight", "checkpoint")}
     parts["processes"] -= (config.agent.workers - 1) * (300 << 20)  # there are none; the API takes about as much
     learning = learning_parameters(shape, config.trainer)
-    parts["published weights"] = published_bytes(learning, config)  # adapters alone
+    del parts["published weights"]
+    parts["adapters of servers"] = config.rollout.servers * ADAPTER_SLOTS * BYTES[config.rollout.dtype] * learning
     parts["requests"] = 0 if config.transfer_queue.url else config.transfer_queue.max_bytes
     yield check_host(parts)
     adapter = 4 * MASTER * learning  # weights, two moments, and gradients that add up

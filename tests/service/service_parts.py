@@ -64,7 +64,7 @@ class Service:
         from penstock.trainer.service import ClientModels
 
         run = RunContext(queue=self.queue, model=self._model, token=secrets.token_hex(16))
-        job = ServiceJob(run, CONFIG, RolloutConfig(), self.folder, self.folder / "weights", NAME, self.log_bytes)
+        job = ServiceJob(run, CONFIG, RolloutConfig(), self.folder, NAME, self.log_bytes)
         self._in_torch = TorchThread(1)
         models = await self._in_torch(ClientModels, self._model, CONFIG, ranks)
         self.runner = RequestRunner(job, models, self.queue.requests, self._in_torch)

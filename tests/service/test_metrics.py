@@ -48,7 +48,6 @@ async def test_each_process_exports_what_it_did(served: Served) -> None:
                 'penstock_service_samples_total{owner="owner"} 2.0',
                 'penstock_service_tokens_total{owner="owner",use="prompt"} 3.0',
                 'penstock_service_tokens_total{owner="owner",use="sampled"} 8.0',
-                "penstock_service_mount_seconds_count 1.0",
                 "penstock_service_adapters 1.0",
             ],
             "api": ['penstock_api_refusals_total{cause="key"} 1.0', 'penstock_api_refusals_total{cause="request"} 1.0'],

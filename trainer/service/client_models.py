@@ -7,19 +7,21 @@ holds. What comes after that position is run again by a trainer that restarts, a
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain, starmap
 from pathlib import Path
-from typing import Any
+from tempfile import mkdtemp
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from penstock.common import write_atomically
@@ -34,6 +36,14 @@ from penstock.trainer.service.settings import check_settings
 from penstock.trainer.state.checkpoint import NotSaved, failed_save
 
 INDEX, STATE = "index.json", "state.safetensors"
+
+
+class AdapterFolder(NamedTuple):
+    """peft's folder of an adapter."""
+
+    path: Path
+    sha256: str
+    """The digest of its tensors' file."""
 
 
 class ClientModels:
@@ -123,18 +133,20 @@ class ClientModels:
         parts = iter(np.split(everything.numpy(), np.cumsum([len(datum.targets) for datum in data])[:-1]))
         return [next(parts) if len(ids) > 1 else none for ids, none in zip(prompts, results, strict=True)]
 
-    def peft_of(self, folder: Path | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(peft's settings, weights under the names of the model's files) of a saved adapter; for None of one that
-        changes nothing. Not in the torch thread. Raises `BadRequestData` for damaged files, `OSError`."""
+    def write_served(self, folder: Path, target: Path) -> AdapterFolder:
+        """Write a saved adapter into a new folder in `target` as rollout servers read it: under the names of the
+        model's files. Not in the torch thread. Raises `BadRequestData` for damaged files, `OSError`."""
         adapter = self._engine.policy.adapter
         assert adapter is not None
-        if folder is None:
-            settings, weights = {**adapter.settings, "r": 1}, self._place.new(1, 0, attention=False, mlp=False).weights
-        else:
-            with _damage_named(folder):
-                weights = load_file(folder / "adapter_model.safetensors")
-            settings = json.loads((folder / "adapter_config.json").read_text())
-        return settings, dict(chain.from_iterable(starmap(adapter.published, weights.items())))
+        with _damage_named(folder):
+            weights = load_file(folder / "adapter_model.safetensors")
+        settings = (folder / "adapter_config.json").read_bytes()
+        content = save(dict(chain.from_iterable(starmap(adapter.published, weights.items()))))
+        target.mkdir(exist_ok=True)
+        place = Path(mkdtemp(dir=target))
+        (place / "adapter_config.json").write_bytes(settings)
+        (place / "adapter_model.safetensors").write_bytes(content)
+        return AdapterFolder(place, hashlib.sha256(content).hexdigest())
 
     # checkpoints ---------------------------------------------------------------------------------------------------
     def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> int:

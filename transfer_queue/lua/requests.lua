@@ -172,11 +172,3 @@ end
 call('LTRIM', key('service:log'), count, -1)
 call('SET', key('service:first'), ARGV[1])
 return count
-
--- script: announce_sampler
--- needs: run, trainer, fenced
--- ARGV: version, packed announcement, its packed mark. For a service, which has no steps. Returns the version that is
--- current.
-if tonumber(ARGV[1]) ~= run.version + 1 then return run.version end
-call('HSET', STEPS, 'version', ARGV[1], 'next_step', ARGV[1], 'announcement', ARGV[2], 'announced', ARGV[3])
-return tonumber(ARGV[1])

@@ -279,11 +279,6 @@ class RedisTransferQueue:
         await self._sweep()
         return new
 
-    async def announce_sampler(self, announcement: Announcement) -> bool:
-        """Announce weights in a run without steps, a service. False: its version does not follow the current one."""
-        current = await self._fenced("announce_sampler", announcement.version, *_marked(announcement))
-        return bool(current == announcement.version)
-
     async def renew_manifest(self, announcement: Announcement) -> bool:
         return bool(await self._fenced("renew_manifest", announcement.version, *_marked(announcement)))
 

@@ -9,13 +9,16 @@ never to the adapter before. Anything else than such a W (DoRA, biases, embeddin
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from penstock.weight_sync.files.file_format import dtype_name
 from penstock.weight_sync.manifest import TensorEntry
@@ -103,6 +106,13 @@ class LowRank:
         add = target.addmm_ if target.dim() == 2 else target.baddbmm_
         total = add(self.b.float(), self.a.float(), alpha=self.scale)
         return (total.mT if self.transposed else total).to(dtype).contiguous()
+
+
+def read_adapter(folder: Path) -> dict[str, LowRank]:
+    """Return the changes of peft's folder by name of the base's tensor. Raises `BadAdapter`, `OSError`, and
+    `SafetensorError` for a damaged file."""
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    return changes_of(AdapterConfig.from_peft(settings), load_file(folder / "adapter_model.safetensors"))
 
 
 def changes_of(config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, LowRank]:

@@ -21,12 +21,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.hf.adapters import LayerAdapters
 from penstock.rollout_server.engines.hf.attention import ForwardStep
 from penstock.rollout_server.engines.hf.cache import PAGE_TOKENS, Row
 from penstock.rollout_server.engines.hf.passes import forward, make_cache, routers_of, tokens_of_a_step
@@ -55,6 +57,7 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
         self._step_tokens = max(step_tokens or tokens_of_a_step(model), 2 * config.max_concurrent)
         self.cache = make_cache(model, config)
         self.routers = routers_of(model) if config.routing_replay else None
+        self.adapters = LayerAdapters(model) if config.adapter_rank else None
         self._arrived: deque[Row] = deque()
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
@@ -65,10 +68,17 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
         self._thread.start()
 
     # requests ------------------------------------------------------------------------------------------------------
-    def add(self, name: str, token_ids: list[int], sampling: Sampling, routed_from: int | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        token_ids: list[int],
+        sampling: Sampling,
+        routed_from: int | None = None,
+        adapter: str | None = None,
+    ) -> None:
         """Queue a request; its tokens come out of `collect`, with routed experts from position `routed_from` on."""
         record = Record(sampling, len(token_ids), routed_from=routed_from)
-        row = self._live[name] = Row(record, ids=list(token_ids))
+        row = self._live[name] = Row(record, ids=list(token_ids), adapter=adapter)
         if self.routers is not None:
             mixtures = self.routers.mixtures
             most = len(token_ids) + sampling.max_new_tokens
@@ -178,6 +188,10 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
             return True
 
     def _forward(self, step: ForwardStep, sampling: list[Row]) -> torch.Tensor:
+        with self.adapters.on(step) if self.adapters else nullcontext():
+            return self._recorded(step, sampling)
+
+    def _recorded(self, step: ForwardStep, sampling: list[Row]) -> torch.Tensor:
         if self.routers is None:
             return forward(self._model, step, sampling)
         with self.routers.recorded() as records:
@@ -210,12 +224,12 @@ class Batcher(HaltingRequests[Row, tuple[float, int]]):
         """
         if not self._waiting or (self._full and self._running):
             return
-        computing = {_pages(row.ids) for row in self._running if row.left > 1}
+        computing = {_pages(row) for row in self._running if row.left > 1}
         held_up: list[Row] = []
         while self._waiting and len(self._running) < self._config.max_concurrent:
             row = self._waiting.popleft()
-            pages = _pages(row.ids)
-            if pages and pages in computing:
+            pages = _pages(row)
+            if pages[1] and pages in computing:
                 held_up.append(row)
             elif self.cache.start(row):
                 self._running.append(row)
@@ -299,5 +313,6 @@ def _keep_experts(row: Row) -> None:
     record.routed.append(row.experts[done : row.fed].copy())
 
 
-def _pages(ids: list[int]) -> tuple[int, ...]:
-    return tuple(ids[: len(ids) // PAGE_TOKENS * PAGE_TOKENS])
+def _pages(row: Row) -> tuple[str | None, tuple[int, ...]]:
+    """The row's adapter, and the ids of its whole pages."""
+    return row.adapter, tuple(row.ids[: len(row.ids) // PAGE_TOKENS * PAGE_TOKENS])

@@ -42,6 +42,8 @@ class Row(ActiveRequest):
     """Weight epoch of its keys and values. Rows of an older epoch are never shared."""
     reused: int = 0
     """Tokens copied from a prefix."""
+    adapter: str | None = None
+    """Name of the adapter that computes its keys and values."""
     bucket: Bucket | None = None
     index: int = -1
     experts: NDArray[Any] | None = None
@@ -136,6 +138,7 @@ class Prefix:
 
     ids: list[int]
     planes: Planes
+    adapter: str | None = None
     experts: NDArray[Any] | None = None
     """[tokens, layers, k] of the passes that made them."""
     pages: set[int] = field(default_factory=set)
@@ -186,7 +189,7 @@ class KVCache:
     # rows ----------------------------------------------------------------------------------------------------------
     def start(self, row: Row) -> bool:
         """Place a row that holds nothing, with the longest prefix that is known. False if there is no room."""
-        prefix, row.fed = self._find(row.ids)
+        prefix, row.fed = self._find(row)
         if not self._place(row, prefix.planes if prefix else [], len(row.ids)):
             row.fed = 0
             return False
@@ -260,11 +263,11 @@ class KVCache:
     # prefixes ------------------------------------------------------------------------------------------------------
     def keep_prefix(self, row: Row) -> None:
         """Later requests that begin as this row does copy from it. Without effect for want of room, or of new KV."""
-        pages = page_names(row.ids[: row.fed])
+        pages = page_names(row.ids[: row.fed], row.adapter)
         if not pages or row.epoch != self.epoch or not self._evict(row.fed):
             return
         experts = None if row.experts is None else row.experts[: row.fed].copy()
-        prefix = Prefix(row.ids[: row.fed], _of(row).copy_of(row), experts, set(pages))
+        prefix = Prefix(row.ids[: row.fed], _of(row).copy_of(row), row.adapter, experts, set(pages))
         for page in pages:
             before, self._by_page[page] = self._by_page.get(page), prefix
             if before is not None:
@@ -287,23 +290,24 @@ class KVCache:
             del self._by_page[page]
         self._prefix_tokens -= len(prefix.ids)
 
-    def _find(self, ids: list[int]) -> tuple[Prefix | None, int]:
-        """The prefix that shares most, and how many tokens: never all of `ids`, whose last gives the next token."""
+    def _find(self, row: Row) -> tuple[Prefix | None, int]:
+        """The prefix that shares most, and how many tokens: never all of the row's, whose last gives the next token."""
         prefix = None
-        for page in page_names(ids):
+        for page in page_names(row.ids, row.adapter):
             if page not in self._by_page:
                 break
             prefix = self._by_page[page]
-        if prefix is None:
+        if prefix is None or prefix.adapter != row.adapter:
             return None, 0
         self._prefixes.move_to_end(id(prefix))
-        shared = common_length(prefix.ids, ids[:-1])
+        shared = common_length(prefix.ids, row.ids[:-1])
         return (prefix, shared) if shared else (None, 0)
 
 
-def page_names(ids: Sequence[int]) -> list[int]:
-    """One per whole page; each stands for all tokens up to the page's end. A prefix's tokens are compared as well."""
-    names, name = [], 0
+def page_names(ids: Sequence[int], adapter: str | None) -> list[int]:
+    """One per whole page; each stands for the adapter and all tokens up to the page's end. Those of a prefix are
+    compared as well."""
+    names, name = [], hash(adapter)
     for end in range(PAGE_TOKENS, len(ids) + 1, PAGE_TOKENS):
         name = hash((name, *ids[end - PAGE_TOKENS : end]))
         names.append(name)

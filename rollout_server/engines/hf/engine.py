@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.adapters import AdapterSlots
 from penstock.rollout_server.engines.checkpoint import fetch_model, layers_with_experts, start_deadline_s
-from penstock.rollout_server.engines.child_link import LinkedChild
+from penstock.rollout_server.engines.child_link import Link, LinkedChild
 from penstock.rollout_server.pictures import read_images
 from penstock.rollout_server.protocol import (
+    BadRequest,
     Chunk,
     DeviceBytes,
     EngineError,
@@ -49,6 +52,7 @@ class HFEngine:
         self.child = LinkedChild("hf", Path(log_dir) / "engine-hf.log", "the hf engine", config.threads)
         self.info: EngineInfo | None = None
         self._one_load_at_a_time = asyncio.Lock()
+        self._adapters = AdapterSlots(self._load_adapter, self._unload_adapter, config.request_timeout_s)
         self.stands_still = False
         """See `InPlaceEngine`."""
         self._timeout_s = config.start_timeout_s
@@ -95,11 +99,19 @@ class HFEngine:
         request = fit_request(request, self.info)
         if request.images:  # refused here, not by a failure in the engine
             await asyncio.to_thread(read_images, request.images)
+        async with (
+            self._adapters.held(request.adapter) as adapter,
+            aclosing(self._answer(link, request, adapter)) as chunks,
+        ):
+            async for chunk in chunks:
+                yield chunk
+
+    async def _answer(self, link: Link, request: GenerateRequest, adapter: str | None) -> AsyncGenerator[Chunk]:
         images = [image.model_dump() for image in request.images]
         name, answer = link.stream()
         sampling = request.sampling.model_dump()
         try:
-            context = {"token_ids": request.token_ids, "routed_from": request.routed_experts_from}
+            context = {"token_ids": request.token_ids, "routed_from": request.routed_experts_from, "adapter": adapter}
             link.send("generate", id=name, sampling=sampling, images=images, **context)
             while True:
                 chunk = await self._next(answer)
@@ -109,6 +121,14 @@ class HFEngine:
         finally:
             if link.forget(name) and self.alive:
                 link.send("abort", id=name)
+
+    async def _load_adapter(self, name: str, folder: Path) -> None:
+        reply = await self.child.call("adapter", self.config.request_timeout_s, name=name, folder=str(folder))
+        if "bad" in reply:
+            raise BadRequest("adapter", reply["bad"])
+
+    async def _unload_adapter(self, name: str) -> None:
+        await self.child.call("forget", self.config.request_timeout_s, name=name)
 
     async def _next(self, answer: asyncio.Queue[Chunk | EngineError]) -> Chunk:
         timeout_s = self.config.request_timeout_s

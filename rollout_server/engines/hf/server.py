@@ -3,14 +3,15 @@
 The connection is an inherited socket pair: no other process can reach the engine, and its end is the owner's death, so
 a killed sidecar leaves no engine behind. One JSON object per line, both ways:
 
-    in   {"op": "generate", "id", "token_ids", "sampling", "images", "routed_from"} · {"op": "abort", "id"}
+    in   {"op": "generate", "id", "token_ids", "sampling", "images", "routed_from", "adapter"} · {"op": "abort", "id"}
          {"op": "load", "call", "manifest"} · {"op": "stage", "call", "offer"} · {"op": "ping", "call"}
          {"op": "receive", "call", "offer"} · {"op": "sleep", "call", "level"} · {"op": "wake", "call"}
+         {"op": "adapter", "call", "name", "folder"} · {"op": "forget", "call", "name"}
     out  {"event": "ready", "info"} · {"event": "tokens", "answers": [[id, chunk], …], "errors": [[id, message], …]}
          {"event": "reply", "call", "report" | "refused" | "lost"} · {"event": "reply", "call", "steps", "in_flight", …}
          {"event": "reply", "call", "state" | "lost" | "refused" | "broken"}   of `stage` and `receive`: what was
                                 received by a broadcast, or why not; broken: decoding is paused until a `load`
-         {"event": "reply", "call"}   of `sleep` and `wake`
+         {"event": "reply", "call"}   of `sleep`, `wake`, `forget` and `adapter`, which may have "bad": why not
 
 Tokens of all requests are sent together every `TICK_S`, those of a finished request at once: a line per token and
 request would cost more than sampling them.
@@ -40,17 +41,20 @@ from penstock.common import uncollected
 with uncollected():
     import torch
     import transformers
+    from safetensors import SafetensorError
 
     from penstock.rollout_server.config import RolloutConfig
     from penstock.rollout_server.engines.checkpoint import tensor_shapes
     from penstock.rollout_server.engines.child_link import LINE_LIMIT_BYTES
     from penstock.rollout_server.engines.hf import attention
+    from penstock.rollout_server.engines.hf.adapters import LayerAdapters
     from penstock.rollout_server.engines.hf.batch import Batcher
     from penstock.rollout_server.engines.hf.in_place import InPlaceReceiver
     from penstock.rollout_server.engines.hf.vision import VisionBatcher
     from penstock.rollout_server.engines.hf.weights import Copy, OffloadedWeights, plan_copies
     from penstock.rollout_server.protocol import EngineInfo, ImageRef, Sampling
     from penstock.weight_sync import (
+        BadAdapter,
         HubNames,
         LoadReport,
         Manifest,
@@ -85,7 +89,13 @@ class HFServer:
         self.batcher = self._batcher(model_path, seed)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The last task of each kind of message that takes long: a task that nothing refers to may be collected."""
-        self._work = {"load": self._load, "stage": self._stage, "receive": self._receive, "sleep": self._sleep}
+        self._work = {
+            "load": self._load,
+            "stage": self._stage,
+            "receive": self._receive,
+            "sleep": self._sleep,
+            "adapter": self._adapter,
+        }
         """Long work, by the kind of message."""
         self.given_up = OffloadedWeights(self.model)
         self._in_place = InPlaceReceiver(self.model, self.batcher, lambda: self._names)
@@ -106,6 +116,8 @@ class HFServer:
         if self._sees:
             if self.config.routing_replay:
                 raise ValueError("rollout.routing_replay: no model that sees pictures records its routers' choices")
+            if self.config.adapter_rank:
+                raise ValueError("rollout.adapter_rank: the hf engine has no adapters of models that see pictures")
             return VisionBatcher(self.model, model_path, self.config, seed, self._wake)
         return Batcher(self.model, self.config, seed, self._wake)
 
@@ -125,6 +137,7 @@ class HFServer:
             max_model_len=self.config.max_model_len,
             images=self._sees,
             routed_experts=self.config.routing_replay,
+            adapter_rank=self.config.adapter_rank,
             limits=limits,
         )
 
@@ -146,12 +159,15 @@ class HFServer:
                     self._add(message)
                 case "abort":
                     self.batcher.cancel(message["id"])
-                case "load" | "stage" | "receive" | "sleep" as op:
+                case "load" | "stage" | "receive" | "sleep" | "adapter" as op:
                     self._tasks[op] = asyncio.create_task(self._answer(op, message))
                 case "wake":
                     self.given_up.take_back()
                     if not self.given_up.dropped:
                         self.batcher.wake()
+                    self._send({"event": "reply", "call": message["call"]})
+                case "forget":
+                    self._adapters.remove(message["name"])
                     self._send({"event": "reply", "call": message["call"]})
                 case "ping":
                     self._send({"event": "reply", "call": message["call"], **self._figures()})
@@ -161,7 +177,7 @@ class HFServer:
         if isinstance(self.batcher, VisionBatcher):
             self.batcher.add(name, token_ids, sampling, [ImageRef(**image) for image in message["images"]])
         else:
-            self.batcher.add(name, token_ids, sampling, message["routed_from"])
+            self.batcher.add(name, token_ids, sampling, message["routed_from"], message["adapter"])
 
     def _figures(self) -> dict[str, Any]:
         cache_bytes, most = self.batcher.cache_bytes
@@ -216,6 +232,24 @@ class HFServer:
 
     def _receive(self, message: Mapping[str, Any]) -> dict[str, Any]:
         return {"state": self._in_place.receive(_offer(message))}
+
+    def _adapter(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Decoding continues: no request has this adapter yet."""
+        names = {}
+        if self._names is not None:
+            names = {self._names.stored_name(name): name for name in self._adapters.weights}
+        try:
+            self._adapters.put(message["name"], self._adapters.read(Path(message["folder"]), names))
+        except (BadAdapter, OSError, SafetensorError, ValueError) as error:
+            return {"bad": str(error)}
+        return {}
+
+    @property
+    def _adapters(self) -> LayerAdapters:
+        """Adapters of a server with rollout.adapter_rank: no other gets messages that need them."""
+        assert isinstance(self.batcher, Batcher)
+        assert self.batcher.adapters is not None
+        return self.batcher.adapters
 
     def _load(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """fetch and verify (decoding continues) → pause → copy, verify what the model holds, version → resume."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.adapters import AdapterSlots
 from penstock.rollout_server.engines.checkpoint import fetch_model, layers_with_experts, vocab_size
 from penstock.rollout_server.engines.http.drafts import Sampled, Scored, check_drafts, draft_method
 from penstock.rollout_server.engines.http.server_process import ChildServer
@@ -52,6 +53,8 @@ class HttpEngine(ABC):
     """Routes that the server must offer."""
     sleep_routes: ClassVar[tuple[str, ...]]
     """Further ones, if it shares devices with the trainer."""
+    adapter_routes: ClassVar[tuple[str, str]]
+    """Those that load and unload an adapter, if requests may name one."""
     health_path: ClassVar[str]
     """Answered at once, paused or not, as long as the server can sample."""
 
@@ -65,6 +68,7 @@ class HttpEngine(ABC):
         self.server = self.server_class(config, model, log_dir, seed)
         self.streams = self.server.streams
         self.weights = self.weights_class(config, model, self.server, self.streams)
+        self.adapters = AdapterSlots(self._load_adapter, self._unload_adapter, config.request_timeout_s)
 
     @abstractmethod
     async def _try_out(self) -> list[str]:
@@ -83,9 +87,9 @@ class HttpEngine(ABC):
         """Raises `BadRequest` where the server would not do what is asked."""
 
     @abstractmethod
-    def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> AnswerStream:
-        """The request, on its way, under `weights.cache_salt`, with its images. Raises `BadRequest` for images that do
-        not fit its ids."""
+    def _send(self, request: GenerateRequest, seen: Sequence[SeenImage], adapter: str | None) -> AnswerStream:
+        """The request, on its way, under `weights.cache_salt`, with its images, to the adapter of this name. Raises
+        `BadRequest` for images that do not fit its ids."""
 
     @property
     def sees_images(self) -> bool:
@@ -113,7 +117,8 @@ class HttpEngine(ABC):
         installation = await self.server.start()
         try:
             paths = (await self.server.call("GET", "/openapi.json")).get("paths", {})
-            needed = (*self.routes, *(self.sleep_routes if self.server.sleep_level else ()))
+            needed = [*self.routes, *(self.sleep_routes if self.server.sleep_level else ())]
+            needed += self.adapter_routes if self.config.adapter_rank else ()
             if missing := [route for route in needed if route not in paths]:
                 text = (
                     f"{self.server.name} {installation.version} does not offer {', '.join(missing)}; take one that does"
@@ -133,6 +138,7 @@ class HttpEngine(ABC):
             limits=limits,
             images=self.sees_images,
             routed_experts=self.layers is not None,
+            adapter_rank=self.config.adapter_rank,
         )
         return self.info
 
@@ -192,12 +198,23 @@ class HttpEngine(ABC):
         self._check_sampling(request.sampling)
         deadline = time.monotonic() + self.config.request_timeout_s
         seen = await self._see(request)
+        async with (
+            self.adapters.held(request.adapter) as adapter,
+            aclosing(self._admitted(request, seen, adapter, deadline)) as chunks,
+        ):
+            async for chunk in chunks:
+                yield chunk
+
+    async def _admitted(
+        self, request: GenerateRequest, seen: Sequence[SeenImage], adapter: str | None, deadline: float
+    ) -> AsyncGenerator[Chunk]:
+        """The answer, sent as soon as the server takes requests."""
         while True:
             if self.weights.asleep:
                 yield Chunk(finish_reason="abort")
                 return
             pauses = await self.weights.admission.wait(deadline)
-            stream = self._send(request, seen)
+            stream = self._send(request, seen, adapter)
             if request.whole:
                 stream.hold_first()
             if not self.weights.verified:
@@ -214,6 +231,16 @@ class HttpEngine(ABC):
             finally:
                 self.streams.discard(stream)
                 await stream.close()
+
+    async def _load_adapter(self, name: str, folder: Path) -> None:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        try:
+            await self.server.send("POST", self.adapter_routes[0], body)
+        except EngineError as error:  # of whatever status: what this server cannot read, no other can
+            raise EngineError(f"adapter {folder}: {error}", retryable=not await self.healthy()) from error
+
+    async def _unload_adapter(self, name: str) -> None:
+        await self.server.send("POST", self.adapter_routes[1], {"lora_name": name})
 
     def _check_running(self) -> EngineInfo:
         if self.info is None or not self.server.alive:

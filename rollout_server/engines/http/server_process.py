@@ -246,8 +246,15 @@ class ChildServer(Child, ABC):
     async def call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Returns the answer to a control request, within `timeout_s` or the server's. Raises `EngineError`: refused,
-        too slow, or the server is gone."""
+        """Returns the answer to a control request, as `send` does."""
+        answer: dict[str, Any] = json.loads(await self.send(method, path, body, timeout_s))
+        return answer
+
+    async def send(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None
+    ) -> bytes:
+        """Returns the content of the answer, within `timeout_s` or the server's. Raises `EngineError`: refused, too
+        slow, or the server is gone."""
         within_s = self.timeout_s if timeout_s is None else timeout_s
         # A connection for each call: servers close the one on which a call failed, and the next must not meet that.
         headers, timeout = {"Connection": "close"}, aiohttp.ClientTimeout(total=within_s)
@@ -258,8 +265,7 @@ class ChildServer(Child, ABC):
             raise EngineError(f"{self.name} does not answer {path}: {error!r}; {self.cause()}") from error
         if response.status != HTTPStatus.OK:
             raise refusal(self.name, response.status, content)
-        answer: dict[str, Any] = json.loads(content)
-        return answer
+        return content
 
     async def answers(self, path: str, timeout_s: float) -> bool:
         """Returns True if GET `path` is answered with 200 in time."""

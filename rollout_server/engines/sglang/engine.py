@@ -126,6 +126,7 @@ class SGLangEngine(HttpEngine):
         "/server_info",
     )
     sleep_routes = ("/release_memory_occupation", "/resume_memory_occupation")
+    adapter_routes = ("/load_lora_adapter", "/unload_lora_adapter")
 
     @property
     def _seeds(self) -> bool:
@@ -181,9 +182,11 @@ class SGLangEngine(HttpEngine):
         if sampling.seed is not None and not self._seeds:
             raise BadRequest("sampling.seed", "this SGLang honours no seeds; see enable_deterministic_inference")
 
-    def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> SGLangStream:
-        routed = RoutedAnswer.of(request, self.layers)
-        return SGLangStream(self.server.events, self._body(request), self.weights.version, routed)
+    def _send(self, request: GenerateRequest, seen: Sequence[SeenImage], adapter: str | None) -> SGLangStream:
+        routed, body = RoutedAnswer.of(request, self.layers), self._body(request)
+        if adapter is not None:
+            body["lora_path"] = adapter
+        return SGLangStream(self.server.events, body, self.weights.version, routed)
 
     def _body(self, request: GenerateRequest) -> dict[str, Any]:
         params = sampling_params(request.sampling)

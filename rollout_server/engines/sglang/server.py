@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.adapters import ADAPTER_SLOTS
 from penstock.rollout_server.engines.checkpoint import find_model
 from penstock.rollout_server.engines.http.event_client import EngineAddress
 from penstock.rollout_server.engines.http.flags import check_flags
@@ -153,6 +154,9 @@ class SGLangServer(ChildServer):
             "sleep-on-idle": True,
             "grammar-backend": "none",
         }
+        if rank := self.config.adapter_rank:  # the model without an adapter takes a place too
+            ours |= {"enable-lora": True, "max-lora-rank": rank, "max-loras-per-batch": ADAPTER_SLOTS + 1}
+            ours["lora-target-modules"] = "all"
         if self.config.routing_replay:
             ours["enable-return-routed-experts"] = True
         return ours | (self._cpu_defaults() if installation.cpu else self._gpu_defaults())
@@ -175,6 +179,12 @@ class SGLangServer(ChildServer):
         return defaults
 
     def _cpu_defaults(self) -> dict[str, Any]:
+        if self.config.adapter_rank:
+            raise EngineError(
+                "rollout.adapter_rank: SGLang pins memory for adapters, which needs a GPU; on CPUs rollout.engine vllm "
+                "and hf have them",
+                retryable=False,
+            )
         if self.config.kv_offload_gb:
             raise EngineError(
                 "rollout.kv_offload_gb: on CPUs SGLang has its KV cache in host memory already; set it to 0 and "

@@ -105,6 +105,7 @@ class VLLMEngine(HttpEngine):
         "/get_world_size",
     )
     sleep_routes = ("/sleep", "/wake_up")
+    adapter_routes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
     server: VLLMServer
     images: ImageReader | None = None
     """Reader of images, if the model takes them."""
@@ -214,10 +215,12 @@ class VLLMEngine(HttpEngine):
         if self._drafts and (sampling.temperature not in (0.0, 1.0) or sampling.top_k > 0 or sampling.top_p < 1.0):
             raise BadRequest("sampling", f"{PLAIN}: set temperature 1 without top_k and top_p")
 
-    def _send(self, request: GenerateRequest, seen: Sequence[SeenImage]) -> VLLMStream:
+    def _send(self, request: GenerateRequest, seen: Sequence[SeenImage], adapter: str | None) -> VLLMStream:
         routed = RoutedAnswer.of(request, self.layers)
         places = places_of(request.token_ids, self._image_token, seen) if seen else []
         body = self._body(request)
+        if adapter is not None:
+            body["model"] = adapter
         if seen:
             body |= {"features": features(seen, places, self.weights.cache_salt), "return_token_ids": True}
         stream = VLLMStream(self.server.events, body, self.weights.version, routed)

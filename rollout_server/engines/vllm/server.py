@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.rollout_server.config import RolloutConfig
+from penstock.rollout_server.engines.adapters import ADAPTER_SLOTS
 from penstock.rollout_server.engines.http.drafts import draft_method
 from penstock.rollout_server.engines.http.event_client import EngineAddress
 from penstock.rollout_server.engines.http.flags import check_flags
@@ -65,6 +66,10 @@ _SEEING: dict[str, Any] = {
 """Flags for a model that is given images."""
 
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM has a place in memory (``MaxLoRARanks``)."""
+
+
 class VLLMServer(ChildServer):
     """One vLLM process group."""
 
@@ -101,6 +106,14 @@ class VLLMServer(ChildServer):
             "disable-log-stats": True,
             "disable-uvicorn-access-log": True,
         }
+        if rank := self.config.adapter_rank:
+            most = next(one for one in LORA_RANKS if one >= rank)
+            ours |= {
+                "enable-lora": True,
+                "max-lora-rank": most,
+                "max-loras": ADAPTER_SLOTS,
+                "max-cpu-loras": ADAPTER_SLOTS,
+            }
         if self.config.routing_replay:
             if installation.cpu:
                 raise EngineError(
@@ -160,5 +173,10 @@ def environment(installation: Installation, threads: int, key: str) -> dict[str,
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         }
-    needed = {"OMP_NUM_THREADS": str(threads), "VLLM_SERVER_DEV_MODE": "1", "VLLM_API_KEY": key}
+    needed = {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_API_KEY": key,
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
     return {**defaults, **inherited_environment(), **needed}

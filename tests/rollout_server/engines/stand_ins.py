@@ -43,6 +43,8 @@ TYPES: dict[str, dict[str, str]] = json.loads((FOLDER / "sglang/sglang_types.jso
 TYPE_OF = {
     "/generate": "GenerateReqInput",
     "/abort_request": "AbortReq",
+    "/load_lora_adapter": "LoadLoRAAdapterReqInput",
+    "/unload_lora_adapter": "UnloadLoRAAdapterReqInput",
     "/pause_generation": "PauseGenerationReqInput",
     "/continue_generation": "ContinueGenerationReqInput",
     "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",

@@ -87,7 +87,7 @@ async def test_nothing_is_sampled_before_dropped_weights_are_there(name: str, le
     """Nor for a request that was on its way when the server fell asleep, and waits in it."""
     async with running(name, level, tmp_path) as (engine, server):
         await engine.sleep(level)
-        late = engine._send(ask([1, 2], 4), ())
+        late = engine._send(ask([1, 2], 4), (), None)
         engine.streams.add(late)
         found = asyncio.create_task(all_of(late))
         await asyncio.sleep(QUIET_S)

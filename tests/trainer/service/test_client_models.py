@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from penstock.trainer import BadJob, Ranks, TrainerConfig
 from penstock.trainer.config import AdamSettings
 from penstock.trainer.service import BadRequestData, ClientModels, Datum, LossCall
-from penstock.weight_sync import Merger, WeightPublisher
 
 pytestmark = pytest.mark.torch
 CONFIG = TrainerConfig(dtype="float32", micro_batch_tokens=24, lora={"rank": 8, "alpha": 16.0})
@@ -122,21 +123,21 @@ def test_a_checkpoint_is_loaded_with_its_moments_or_without(models: ClientModels
     assert a != fresh
 
 
-def test_servers_merge_an_adapter_by_the_names_in_the_models_files(ranks: Ranks, tmp_path: Path) -> None:
+def test_servers_get_an_adapter_under_the_names_of_the_models_files(ranks: Ranks, tmp_path: Path) -> None:
     """In those of Nemotron-H its modules have other names than in transformers."""
     model = save_tiny_model(tmp_path / "model", "NemotronH", **FAMILIES["NemotronH"])
     models = ClientModels(model, CONFIG, ranks)
     models.create("a", 4, seed=1)
     train(models, "a", DATA)
     models.save("a", tmp_path / "saved", with_optimizer=False)
-    base = load_file(Path(model) / "model.safetensors")
-    for folder, learned in ((tmp_path / "saved", True), (None, False)):
-        settings, weights = models.peft_of(folder)
-        publisher = WeightPublisher(tmp_path / f"weights-{learned}", "disk", model=Path(model))
-        manifest = publisher.write_adapter(1, weights.items(), settings)
-        merged = load_file(Merger(Path(model), tmp_path / f"merged-{learned}", "float32").merge(manifest).place)
-        changed = [name for name, tensor in merged.items() if not torch.equal(tensor, base[name])]
-        assert len(changed) == (len(weights) // 2 if learned else 0)
+    served, sha256 = models.write_served(tmp_path / "saved", tmp_path / "served")
+    assert hashlib.sha256((served / "adapter_model.safetensors").read_bytes()).hexdigest() == sha256
+    base, weights = load_file(Path(model) / "model.safetensors"), load_file(served / "adapter_model.safetensors")
+    changed = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in weights}
+    assert len(changed) == len(weights) // 2
+    assert {f"{name}.weight" for name in changed} <= base.keys()
+    settings = json.loads((served / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 16.0)
 
 
 def test_a_damaged_checkpoint_fails_its_requests_alone(models: ClientModels, tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_a_damaged_checkpoint_fails_its_requests_alone(models: ClientModels, tmp
     for use in (
         lambda: models.load("a", tmp_path / "saved", with_optimizer=True),
         lambda: models.score([DATA[0].ids], tmp_path / "saved"),
-        lambda: models.peft_of(tmp_path / "saved"),
+        lambda: models.write_served(tmp_path / "saved", tmp_path / "served"),
     ):
         with pytest.raises(BadRequestData, match="saved are damaged"):
             use()

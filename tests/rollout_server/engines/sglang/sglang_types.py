@@ -24,6 +24,8 @@ TYPES = (
     "ChecksumInfo",
     "ReleaseMemoryOccupationReqInput",
     "ResumeMemoryOccupationReqInput",
+    "LoadLoRAAdapterReqInput",
+    "UnloadLoRAAdapterReqInput",
 )
 TAGS = "GPU_MEMORY_TYPE_"
 """Constants whose values name what can be released."""

@@ -155,6 +155,18 @@ def test_offloaded_keys_and_values_are_shared_by_sglangs_ranks(tmp_path: Path) -
     assert command[command.index("--hicache-size") + 1] == "40"
 
 
+def test_places_for_adapters_on_gpus_include_one_for_the_model_alone(tmp_path: Path) -> None:
+    command = command_of(RolloutConfig(engine="sglang", adapter_rank=32), tmp_path, cpu=False)
+    assert "--enable-lora" in command
+    given = {name: command[command.index(name) + 1] for name in ("--max-lora-rank", "--max-loras-per-batch")}
+    assert given == {"--max-lora-rank": "32", "--max-loras-per-batch": "9"}
+
+
+def test_adapters_on_cpus_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"rollout\.adapter_rank: .* rollout\.engine vllm and hf"):
+        command_of(RolloutConfig(engine="sglang", adapter_rank=32), tmp_path, cpu=True)
+
+
 @pytest.mark.parametrize(("ranks", "cpu", "fix"), [(4, False, "set it to 4"), (1, True, r"rollout\.kv_cache_tokens")])
 def test_what_sglang_cannot_offload_is_refused(tmp_path: Path, ranks: int, cpu: bool, fix: str) -> None:
     config = RolloutConfig(engine="sglang", kv_offload_gb=2, sglang_args={"tp_size": ranks})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
@@ -40,6 +41,32 @@ async def test_an_answer_and_its_end_are_asked_for_in_sglangs_terms(tmp_path: Pa
     for path, sent in asked:
         check_sglang(path, sent)
     assert [path for path, _ in asked] == ["/generate", "/abort_request"]
+
+
+async def test_adapters_are_loaded_named_and_unloaded_in_sglangs_terms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SGLangEngine(small_config(engine="sglang", adapter_rank=8), str(tmp_path), tmp_path, 0)
+    monkeypatch.setattr(engine.server, "send", send := AsyncMock(return_value=b"{}"))
+    await engine._load_adapter("a", tmp_path)
+    await engine._unload_adapter("a")
+    for _, path, sent in (call.args for call in send.await_args_list):
+        check_sglang(path, sent)
+    assert [call.args[1] for call in send.await_args_list] == ["/load_lora_adapter", "/unload_lora_adapter"]
+    asked: list[dict[str, Any]] = []
+
+    async def note(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        return await stream_events(request, [], keep_open=False)
+
+    async with serving(note) as http:
+        monkeypatch.setattr(engine.server, "events", http, raising=False)
+        for adapter in ("a", None):
+            stream = engine._send(GenerateRequest(token_ids=[1]), (), adapter)
+            await until(lambda: bool(asked))
+            await stream.close()
+            check_sglang("/generate", asked[0])
+            assert asked.pop().get("lora_path") == adapter
 
 
 def test_what_is_read_of_its_replies_is_there() -> None:

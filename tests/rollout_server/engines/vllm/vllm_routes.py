@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.rollout_server.engines.vllm.engine import VLLMEngine
 
-ROUTES = {*VLLMEngine.routes, *VLLMEngine.sleep_routes}
+ROUTES = {*VLLMEngine.routes, *VLLMEngine.sleep_routes, *VLLMEngine.adapter_routes}
 CONSTANTS = {"PauseMode": "v1/engine/__init__.py", "SLEEP_TAGS": "v1/executor/abstract.py"}
 
 
