@@ -29,6 +29,7 @@ from penstock.deploy.recipe_tree import (
 )
 from penstock.rollout_server import RolloutConfig
 from penstock.sandbox import SandboxConfig
+from penstock.service import ServeConfig
 from penstock.tools import ToolConfig, read_tools
 from penstock.trainer import DataConfig, SftConfig, TrainerConfig
 from penstock.transfer_queue import TransferQueueConfig
@@ -159,6 +160,7 @@ class RunConfig(BaseModel):
     ray: RayConfig = RayConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     costs: CostConfig = CostConfig()
+    serve: ServeConfig = ServeConfig()
 
     @property
     def sleep_level(self) -> Literal[1, 2]:

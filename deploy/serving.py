@@ -121,6 +121,7 @@ async def service_trainer(link: RunConnection, model_name: str) -> None:
         rollout=config.rollout,
         folder=run_dir.root / "service",
         model_name=model_name,
+        quotas=config.serve.quotas,
         log_bytes=config.transfer_queue.max_bytes // 2,
     )
     try:

@@ -1,4 +1,5 @@
 from .app import serve_api as serve_api
+from .config import ServeConfig as ServeConfig
 from .keys import BadKeys as BadKeys
 from .keys import parse_keys as parse_keys
 from .messages import DTYPES as DTYPES

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.rollout_server import RolloutConfig
+from penstock.service.config import Quota
 from penstock.service.metrics import ServiceMetrics
 from penstock.trainer import TrainerConfig
 from penstock.transfer_queue import RequestResult, RunContext
@@ -26,6 +28,8 @@ class ServiceJob:
     """Points, checkpoints and samplers lie below it."""
     model_name: str
     """The base model as clients call it."""
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+    """Limits by owner."""
     log_bytes: int = 1 << 31
     """Bytes of requests in Redis that have a result and are in no point, at most."""
     metrics: ServiceMetrics = field(default_factory=ServiceMetrics)

@@ -33,8 +33,9 @@ from penstock.rollout_server import (
 from penstock.service.calls import CheckpointRecord, Sample, SamplerRecord
 from penstock.service.job import ServiceJob, failed, outcome_of
 from penstock.service.messages import PROTOBUF, SampledTokens, write_sample
+from penstock.service.quotas import Quotas
 from penstock.trainer.service import BadRequestData
-from penstock.transfer_queue import ClientRequest, QueueUnavailable, RequestLog, RequestResult
+from penstock.transfer_queue import ClientRequest, ClientUsage, QueueUnavailable, RequestLog, RequestResult
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -71,7 +72,7 @@ class SampleRunner:
         self._job, self._models, self._requests, self._in_torch = job, models, requests, in_torch
         self._client = RolloutClient(job.run.queue, job.run.token, job.rollout.request_timeout_s)
         self._tokenizer = AutoTokenizer.from_pretrained(find_model(job.run.model))
-        self._folder = job.folder / "served"
+        self._folder, self._quotas = job.folder / "served", Quotas(requests, job.quotas)
         self._served: OrderedDict[str, _Served] = OrderedDict()
         """Adapters by folder of the checkpoint; the one that was sampled from longest ago is first."""
         self._one_written_at_a_time = asyncio.Lock()
@@ -175,17 +176,20 @@ class SampleRunner:
     # one sample ----------------------------------------------------------------------------------------------------
     async def _answer(self, request_id: str, request: ClientRequest, call: Sample) -> None:
         metrics = self._job.metrics
-        began = metrics.started(request)
+        began, used = metrics.started(request), None
         try:
+            await self._quotas.check(request.owner, request.kind)
             folder = await self._checkpoint(call)
             async with self._adapter(folder) as adapter:
                 scored = await self._prompt_logprobs(call, folder)
                 sequences = await gather_or_cancel(
                     [self._sequence(call, number, adapter) for number in range(call.num_samples)]
                 )
+            prompt, sampled = len(call.prompt.ids), sum(len(one.token_ids) for one in sequences)
+            used = ClientUsage(tokens=prompt + sampled)
             metrics.samples.labels(request.owner).inc(len(sequences))
-            metrics.tokens.labels(request.owner, "prompt").inc(len(call.prompt.ids))
-            metrics.tokens.labels(request.owner, "sampled").inc(sum(len(one.token_ids) for one in sequences))
+            metrics.tokens.labels(request.owner, "prompt").inc(prompt)
+            metrics.tokens.labels(request.owner, "sampled").inc(sampled)
             result = RequestResult(PROTOBUF, write_sample(sequences, scored))
         except QueueUnavailable as error:
             logger.warning("sample %s waits: %s", request_id, error)
@@ -200,7 +204,7 @@ class SampleRunner:
             logger.exception("sample %s", request_id)
             result = failed(f"{type(error).__name__} in the server", "server")
         metrics.ended(request, outcome_of(result), began)
-        await self._finish(request_id, result)
+        await self._finish(request_id, result, used)
 
     async def _sequence(self, call: Sample, number: int, adapter: AdapterRef | None) -> SampledTokens:
         params, ids = call.sampling_params, call.prompt.ids
@@ -259,10 +263,10 @@ class SampleRunner:
             scored[: max(0, len(scored) - call.prompt_logprobs_last_n)] = np.nan
         return scored
 
-    async def _finish(self, request_id: str, result: RequestResult) -> None:
+    async def _finish(self, request_id: str, result: RequestResult, used: ClientUsage | None) -> None:
         """A result that Redis does not take is made again: the request stays open."""
         try:
-            await self._requests.finish(request_id, result)
+            await self._requests.finish(request_id, result, used=used)
         except QueueUnavailable as error:
             logger.warning("the result of sample %s is lost, and made again: %s", request_id, error)
             self._known.discard(request_id)

@@ -40,10 +40,11 @@ from penstock.service.calls import (
 )
 from penstock.service.job import JSON, ServiceJob, failed, outcome_of, succeeded
 from penstock.service.messages import PROTOBUF, BadMessage, read_forward, write_forward
+from penstock.service.quotas import Quotas
 from penstock.service.sampler import SampleRunner
 from penstock.trainer import AdamSettings, BadJob, NotSaved
 from penstock.trainer.service import BadRequestData
-from penstock.transfer_queue import ClientRequest, LogForgotten, Record, RequestLog, RequestResult
+from penstock.transfer_queue import ClientRequest, ClientUsage, LogForgotten, Record, RequestLog, RequestResult
 
 if TYPE_CHECKING:
     from penstock.trainer import TorchThread
@@ -69,6 +70,7 @@ class Outcome:
     result: RequestResult
     records: tuple[Record, ...] = ()
     is_point_due: bool = False
+    used: ClientUsage | None = None
 
     def note(self, request_id: str) -> dict[str, Any]:
         """JSON of what is to be written of the request, whose result is JSON."""
@@ -86,7 +88,7 @@ class RequestRunner:
 
     def __init__(self, job: ServiceJob, models: ClientModels, requests: RequestLog, in_torch: TorchThread) -> None:
         self._job, self._models, self._requests, self._in_torch = job, models, requests, in_torch
-        self._metrics = job.metrics
+        self._metrics, self._quotas = job.metrics, Quotas(requests, job.quotas)
         self._metrics.adapters.set_function(lambda: len(models.names))
         self._position = 0
         """Requests of the log that are in the models."""
@@ -174,6 +176,7 @@ class RequestRunner:
     async def _settled(self, request: ClientRequest, request_id: str) -> Outcome:
         """The outcome, also of a request that fails."""
         try:
+            await self._quotas.check(request.owner, request.kind, await self._models_of(request))
             return await self._kinds[request.kind](request, request_id)
         except (BadRequestData, BadMessage) as error:
             return Outcome(failed(str(error)))
@@ -201,7 +204,7 @@ class RequestRunner:
         return Outcome(before)
 
     async def _finish(self, request_id: str, outcome: Outcome) -> None:
-        await self._requests.finish(request_id, outcome.result, outcome.records)
+        await self._requests.finish(request_id, outcome.result, outcome.records, outcome.used)
 
     async def _write_point(self, note: Mapping[str, Any] | None = None) -> None:
         """Waits while the disk is full, unless the service stops: restarts would run the requests in vain.
@@ -263,9 +266,9 @@ class RequestRunner:
         call = await asyncio.to_thread(read_forward, request.body)
         forward = partial(self._models.forward, backward=not call.forward_only)
         result = await self._in_torch(forward, call.model_id, call.data, call.loss)
-        tokens = self._metrics.tokens.labels(request.owner, "scored" if call.forward_only else "trained")
-        tokens.inc(sum(len(datum.ids) for datum in call.data))
-        return Outcome(RequestResult(PROTOBUF, write_forward(result)))
+        tokens = sum(len(datum.ids) for datum in call.data)
+        self._metrics.tokens.labels(request.owner, "scored" if call.forward_only else "trained").inc(tokens)
+        return Outcome(RequestResult(PROTOBUF, write_forward(result)), used=ClientUsage(tokens=tokens))
 
     async def _step(self, request: ClientRequest, request_id: str) -> Outcome:
         call = OptimStep.model_validate_json(request.body)
@@ -275,7 +278,7 @@ class RequestRunner:
         metrics = await self._in_torch(self._models.step, call.model_id, settings)
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no other numbers
         self._steps[call.model_id] += 1
-        return Outcome(succeeded(metrics=metrics, type="optim_step"))
+        return Outcome(succeeded(metrics=metrics, type="optim_step"), used=ClientUsage(steps=1))
 
     async def _save(self, body: type[Any], kind: PathKind, request: ClientRequest, request_id: str) -> Outcome:
         call = body.model_validate_json(request.body)
@@ -322,6 +325,13 @@ class RequestRunner:
     async def _checkpoint(self, path: str, owner: str) -> CheckpointRecord | None:
         record = await CheckpointRecord.read(self._requests, path)
         return record if record is not None and record.owner == owner else None
+
+    async def _models_of(self, request: ClientRequest) -> int:
+        """Models in memory of the request's owner, where it makes a further one."""
+        if not request.kind.startswith("create"):
+            return 0
+        runs = await RunRecord.read_all(self._requests)
+        return sum(name in runs and runs[name].owner == request.owner for name in self._models.names)
 
     async def _run_record(self, model_id: str) -> RunRecord:
         run = await RunRecord.read(self._requests, model_id)

@@ -35,6 +35,7 @@ from .queue import RunContext as RunContext
 from .queue import TransferQueue as TransferQueue
 from .redis.queue import RedisTransferQueue as RedisTransferQueue
 from .redis.requests import ClientRequest as ClientRequest
+from .redis.requests import ClientUsage as ClientUsage
 from .redis.requests import LogForgotten as LogForgotten
 from .redis.requests import Record as Record
 from .redis.requests import RequestLog as RequestLog

@@ -17,6 +17,7 @@ from penstock.common import HttpServer, cancel_and_wait, listen
 from penstock.rollout_server import RolloutConfig
 from penstock.service import ServiceContext, ServiceJob, parse_keys
 from penstock.service.app import make_app
+from penstock.service.config import Quota
 from penstock.service.messages import DTYPES, FLOAT32, INT64, PROTOBUF, message_types
 from penstock.service.worker import RequestRunner
 from penstock.trainer import TrainerConfig
@@ -36,6 +37,7 @@ class Service:
         self._url, self._run, self._model, self.folder = url, run, model, folder
         self._stack = AsyncExitStack()
         self.log_bytes = 1 << 31
+        self.quotas: dict[str, Quota] = {}
         self._trainer: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -64,7 +66,7 @@ class Service:
         from penstock.trainer.service import ClientModels
 
         run = RunContext(queue=self.queue, model=self._model, token=secrets.token_hex(16))
-        job = ServiceJob(run, CONFIG, RolloutConfig(), self.folder, NAME, self.log_bytes)
+        job = ServiceJob(run, CONFIG, RolloutConfig(), self.folder, NAME, self.quotas, self.log_bytes)
         self._in_torch = TorchThread(1)
         models = await self._in_torch(ClientModels, self._model, CONFIG, ranks)
         self.runner = RequestRunner(job, models, self.queue.requests, self._in_torch)

@@ -86,15 +86,17 @@ return {'new', id}
 
 -- script: finish_request
 -- needs: requests, full
--- ARGV: id, content type, result, retention in ms, then kind, name and text of records. The first result stays. Returns
--- 1 if this is it.
+-- ARGV: id, content type, result, retention in ms, tokens and optimizer steps that it used, then kind, name and text of
+-- records. The first result stays. Returns 1 if this is it.
 local request = request_key(ARGV[1])
 local index, done, owner, number = unpack(call('HMGET', request, 'index', 'content', 'owner', 'number'))
 if not index or done then return 0 end
-for i = 5, #ARGV, 3 do
+for i = 7, #ARGV, 3 do
   if ARGV[i + 2] == '' then call('HDEL', key('service:records:' .. ARGV[i]), ARGV[i + 1])
   else call('HSET', key('service:records:' .. ARGV[i]), ARGV[i + 1], ARGV[i + 2]) end
 end
+if ARGV[5] ~= '0' then call('HINCRBY', key('service:tokens'), owner, ARGV[5]) end
+if ARGV[6] ~= '0' then call('HINCRBY', key('service:steps'), owner, ARGV[6]) end
 set_result(ARGV[1], index, owner, ARGV[2], ARGV[3], ARGV[4])
 index = key('service:index:' .. index)
 if call('SREM', key('service:open'), ARGV[1]) == 1 then

@@ -5,6 +5,7 @@
     penstock:{RUN}:service:ready:OWNER     list of an owner's ids that are due
     penstock:{RUN}:service:owners          list of the owners that have any; the first is the next to have its turn
     penstock:{RUN}:service:waiting, done   hashes: owner → requests without a result, with one
+    penstock:{RUN}:service:tokens, steps   hashes: owner → what requests with a result have used
     penstock:{RUN}:service:bytes           hash: owner → bytes of requests without a result, expected results included
     penstock:{RUN}:service:results         hash: owner → bytes of results that were not fetched
     penstock:{RUN}:service:unfetched:OWNER sorted set: these results' ids and bytes, by the time of their end
@@ -23,7 +24,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from penstock.transfer_queue.errors import QueueError
 from penstock.transfer_queue.redis.client import Connection
@@ -59,6 +60,14 @@ class RequestResult:
     content: str
     """The media type."""
     data: bytes
+
+
+class ClientUsage(NamedTuple):
+    """Resources that requests have used."""
+
+    tokens: int = 0
+    steps: int = 0
+    """Optimizer steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +149,19 @@ class RequestLog:
         content, data = await self._command("HMGET", f"request:{request_id}", "content", "result")
         return None if content is None else RequestResult(content.decode(), data)
 
-    async def finish(self, request_id: str, result: RequestResult, records: Iterable[Record] = ()) -> bool:
-        """True if this is the request's first result; records are written with it, or not at all."""
+    async def finish(
+        self, request_id: str, result: RequestResult, records: Iterable[Record] = (), used: ClientUsage | None = None
+    ) -> bool:
+        """True if this is the request's first result; records are written, and what it used is counted, with it or not
+        at all."""
         flat = [part for one in records for part in (one.kind, one.name, one.text)]
-        retention_ms = round(RETENTION_S * 1000)
-        return bool(await self._script("finish_request", request_id, result.content, result.data, retention_ms, *flat))
+        fixed = (request_id, result.content, result.data, round(RETENTION_S * 1000))
+        return bool(await self._script("finish_request", *fixed, *(used or ClientUsage()), *flat))
+
+    async def used(self, owner: str) -> ClientUsage:
+        """The sum over the owner's requests with a result."""
+        tokens, steps = [await self._command("HGET", name, owner) for name in ("tokens", "steps")]
+        return ClientUsage(int(tokens or 0), int(steps or 0))
 
     async def fetched(self, request_id: str) -> None:
         """A client has the result: it counts no more among the owner's bytes, and is kept for `FETCHED_S`."""

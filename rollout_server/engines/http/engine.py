@@ -54,7 +54,7 @@ class HttpEngine(ABC):
     sleep_routes: ClassVar[tuple[str, ...]]
     """Further ones, if it shares devices with the trainer."""
     adapter_routes: ClassVar[tuple[str, str]]
-    """Those that load and unload an adapter, if requests may name one."""
+    """Routes that load and unload an adapter, if requests may name one."""
     health_path: ClassVar[str]
     """Answered at once, paused or not, as long as the server can sample."""
 
