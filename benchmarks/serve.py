@@ -1,13 +1,16 @@
-"""A training step through `penstock serve` compared with the same step called directly, and eight adapters with one.
+"""A training step through `penstock serve` compared with the same step called directly; eight adapters and one.
 
     penstock bench serve --json
 
 direct             forward, backward and optimizer step of the trainer's part of a service, called in a process
 service            the same through HTTP, Redis and the trainer's process of `penstock serve`
 service of 8       eight adapters with an eighth of the rows each, through the same service
+samples            32 tokens after the beginning of each row, from one adapter
+samples of 8       the same from eight adapters, an eighth of the rows each
 
 One model, one batch of rows of one length, one step per round; the sides take turns. A step is one request of gradients
-and one of the optimizer, sent together; its time ends when both results are there.
+and one of the optimizer, sent together; its time ends when both results are there. Samples are requested together, from
+one rollout server with the engine hf.
 
 Environment: PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_MODEL (9m; a name of `support.model.SIZES`), PENSTOCK_BENCH_ROWS
 (32), PENSTOCK_BENCH_TOKENS (128), PENSTOCK_BENCH_RANK (8).
@@ -16,6 +19,7 @@ Environment: PENSTOCK_BENCH_ROUNDS (5), PENSTOCK_BENCH_MODEL (9m; a name of `sup
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -39,6 +43,8 @@ from penstock.common import listen
 from penstock.service import DTYPES, INT64, PROTOBUF, message_types
 
 ADAPTERS = 8
+PROMPT, SAMPLED = 32, 32
+"""Tokens of each sample."""
 START_S = 600.0
 STEP_S = 600.0
 ADAM = {"learning_rate": 1e-4}
@@ -80,7 +86,6 @@ class ServiceSide:
             answer = await self._post("create_model", {**body, "lora_config": {"rank": rank, "seed": number}})
             await self._result(answer["request_id"])
             adapters.append(answer["model_id"])
-            self._numbers[answer["model_id"]] = 0
         return adapters
 
     async def step(self, models: Sequence[str], rows: Sequence[np.ndarray]) -> float:
@@ -97,8 +102,29 @@ class ServiceSide:
         await asyncio.gather(*(self._result(answer["request_id"]) for answer in answers))
         return time.monotonic() - began
 
+    async def samplers(self, models: Sequence[str]) -> list[str]:
+        """A sampling session of each model as it is now."""
+        sessions = []
+        for place, model in enumerate(models):
+            body = {"model_id": model, "seq_id": self._next(model), "sampling_session_seq_id": place}
+            answer = await self._post("save_weights_for_sampler", body)
+            sessions.append(json.loads(await self._result(answer["request_id"]))["sampling_session_id"])
+        return sessions
+
+    async def sample(self, samplers: Sequence[str], rows: Sequence[np.ndarray]) -> float:
+        """Seconds of a sample after each row's beginning, from the samplers in turn."""
+        began = time.monotonic()
+        await asyncio.gather(*(self._sample(samplers[place % len(samplers)], ids) for place, ids in enumerate(rows)))
+        return time.monotonic() - began
+
+    async def _sample(self, sampler: str, ids: np.ndarray) -> None:
+        prompt = {"chunks": [{"tokens": ids[:PROMPT].tolist()}]}
+        body = {"prompt": prompt, "sampling_session_id": sampler, "seq_id": self._next(sampler)}
+        answer = await self._post("asample", {**body, "sampling_params": {"max_tokens": SAMPLED, "stop": []}})
+        await self._result(answer["request_id"])
+
     def _next(self, model: str) -> int:
-        self._numbers[model] += 1
+        self._numbers[model] = self._numbers.get(model, 0) + 1
         return self._numbers[model]
 
     async def _post(self, path: str, body: Any) -> Any:
@@ -109,7 +135,7 @@ class ServiceSide:
             answer.raise_for_status()
             return await answer.json()
 
-    async def _result(self, request_id: str) -> None:
+    async def _result(self, request_id: str) -> bytes:
         """Raises `RuntimeError` for a request that failed."""
         async with asyncio.timeout(STEP_S):
             while True:
@@ -119,7 +145,7 @@ class ServiceSide:
                         continue
                     if answer.status != 200 or b'"error"' in body[:10]:
                         raise RuntimeError(body[:500].decode(errors="replace"))
-                    return
+                    return body
 
 
 def _forward_body(model: str, number: int, rows: Sequence[np.ndarray]) -> bytes:
@@ -162,11 +188,12 @@ class DirectSide:
 
 @asynccontextmanager
 async def service(model: str, extent: ServeExtent, folder: Path) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client of `penstock serve` without rollout servers."""
+    """A client of `penstock serve` with one rollout server."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     (folder / "serve.yaml").write_text(f"name: serve\nmodel: {model}\nruns_dir: {folder}\n")
-    settings = [f"trainer.lora.rank={extent.rank}", "trainer.dtype=float32", "rollout.servers=0"]
+    settings = [f"trainer.lora.rank={extent.rank}", "trainer.dtype=float32", "rollout.engine=hf"]
+    settings += [f"rollout.max_model_len={max(extent.tokens, PROMPT + SAMPLED)}"]
     words = ["serve", str(folder / "serve.yaml"), *settings, "--port", str(port), "--model-name", "bench"]
     command = [sys.executable, "-m", "penstock.deploy.cli", *words]
     key = "tml-" + "0" * 32
@@ -197,7 +224,8 @@ async def _until_up(http: aiohttp.ClientSession, process: subprocess.Popen[bytes
 
 
 async def _measure(extent: ServeExtent) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {"direct": [], "service": [], f"service_of_{ADAPTERS}": []}
+    sides = ("direct", "service", f"service_of_{ADAPTERS}", "samples", f"samples_of_{ADAPTERS}")
+    taken: dict[str, list[float]] = {side: [] for side in sides}
     rows = extent.batch()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-serve-") as name:
         folder = Path(name)
@@ -207,6 +235,7 @@ async def _measure(extent: ServeExtent) -> dict[str, list[float]]:
         async with service(str(model), extent, folder) as http:
             side = ServiceSide(http, "bench")
             one, eight = await side.open(1, extent.rank), await side.open(ADAPTERS, extent.rank)
+            sampler, samplers = await side.samplers(one), await side.samplers(eight)
             from penstock.trainer import TorchThread
 
             in_torch = TorchThread(1)
@@ -217,6 +246,8 @@ async def _measure(extent: ServeExtent) -> dict[str, list[float]]:
                         await in_torch(direct.step, rows),
                         await side.step(one, rows),
                         await side.step(eight, rows),
+                        await side.sample(sampler, rows),
+                        await side.sample(samplers, rows),
                     ]
                     say(f"round {number + 1}: {', '.join(f'{one:.3f} s' for one in times)}")
                     if number >= 0:
@@ -242,8 +273,9 @@ def measure() -> dict[str, Any]:
         "ratio": {
             "steps_over_direct": ratio("service", "direct"),
             "adapters_8_over_1": ratio(f"service_of_{ADAPTERS}", "service"),
+            "samples_8_over_1": ratio(f"samples_of_{ADAPTERS}", "samples"),
         },
-        "figures": {f"{name}_step_s": round(value, 4) for name, value in seconds.items()},
+        "figures": {f"{name}_s": round(value, 4) for name, value in seconds.items()},
         "setup": {
             "model": extent.model,
             "rows": extent.rows,

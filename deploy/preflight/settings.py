@@ -57,6 +57,9 @@ def check_engine(config: RunConfig) -> Check:
 
 def check_trainable(config: RunConfig) -> Check | None:
     """Only where the engine cannot be given new weights."""
+    if rank := config.rollout.adapter_rank:  # an engine with places for adapters has other names for its layers
+        problem = f"rollout.adapter_rank is {rank}: its servers take no new weights"
+        return Check("weights", False, problem, "remove it: penstock serve sets it; trainer.lora needs none")
     if config.rollout.engine != "served":
         return None
     fix = "rollout.engine=hf, vllm or sglang; `penstock eval` takes a served model"

@@ -85,8 +85,8 @@ async def test_serve_has_a_step_of_each_side(measure: Measure) -> None:
     pytest.importorskip("torch")
     short = {"PENSTOCK_BENCH_ROUNDS": "1", "PENSTOCK_BENCH_MODEL": "tiny", "PENSTOCK_BENCH_ROWS": "8"}
     measured = await measure("serve", **short)
-    assert set(measured["figures"]) == {"direct_step_s", "service_step_s", "service_of_8_step_s"}
-    assert set(measured["ratio"]) == {"steps_over_direct", "adapters_8_over_1"}
+    assert set(measured["figures"]) == {"direct_s", "service_s", "service_of_8_s", "samples_s", "samples_of_8_s"}
+    assert set(measured["ratio"]) == {"steps_over_direct", "adapters_8_over_1", "samples_8_over_1"}
     assert all(value > 0 for value in measured["figures"].values())
 
 

@@ -34,6 +34,7 @@ from penstock.deploy.preflight.settings import (
     check_correction,
     check_sampling,
     check_sinks,
+    check_trainable,
     check_training_engine,
     check_training_job,
 )
@@ -48,6 +49,7 @@ MAX_BYTES = "max_bytes = 1000 < groups_per_step × group_size × bytes per token
 
 # settings -----------------------------------------------------------------------------------------------------------
 SETTINGS: list[tuple[Asked, list[str], str]] = [
+    (check_trainable, ["rollout.adapter_rank=8"], "remove it"),
     (check_correction, ["trainer.correction=null"], r"trainer\.correction=truncated_is"),
     (check_algorithm, ["group_size=1"], "2 or more"),
     (
