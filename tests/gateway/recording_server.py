@@ -50,7 +50,7 @@ class Server:
 
     def client(self, episode: dict[str, Any], **fields: Any) -> openai.AsyncOpenAI:
         client = openai.AsyncOpenAI(
-            base_url=episode["base_url"], api_key=episode["api_key"], **{"max_retries": 0, "timeout": 20, **fields}
+            base_url=episode["base_url"], api_key=episode["api_key"], **{"max_retries": 0, "timeout": 120, **fields}
         )
         self.clients.append(client)
         return client
@@ -58,7 +58,7 @@ class Server:
     def anthropic(self, episode: dict[str, Any], **fields: Any) -> anthropic.AsyncAnthropic:
         client = anthropic.AsyncAnthropic(
             base_url=episode["anthropic_base_url"],
-            **{"max_retries": 0, "timeout": 20, "api_key": episode["api_key"], **fields},
+            **{"max_retries": 0, "timeout": 120, "api_key": episode["api_key"], **fields},
         )
         self.clients.append(client)
         return client
@@ -95,7 +95,7 @@ async def recording_server(
     usual = {"max_turns": 50, "max_response_tokens": 20_000, "max_new_tokens": 400}
     config = AgentConfig(**{**usual, **agent, "capture": {"model_aliases": ["gpt-4o"]}})
     run = RunContext(queue, model, TOKEN, lease_ttl_s=30.0)
-    recorded = GatewayJob(run, config, request_timeout_s=60.0 if engine is None else 20.0)
+    recorded = GatewayJob(run, config, request_timeout_s=120.0)
     engines: list[TalkingEngine] = []
 
     def new_engine(*settings: Any) -> TalkingEngine:

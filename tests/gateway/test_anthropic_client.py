@@ -201,6 +201,6 @@ async def test_key_in_either_header_opens_its_own_episode_only(server: Server) -
         assert (await server.post(f"/episodes/{one['handle']}{path}", {}, key)).status_code in (401, 405)
     bytes_in_key = {"x-api-key": "é".encode("latin-1")}
     assert (await server.post(f"/episodes/{one['handle']}/v1/messages", {}, bytes_in_key)).status_code == 401
-    async with httpx.AsyncClient(headers=RUN) as http:
+    async with httpx.AsyncClient(headers=RUN, timeout=60) as http:
         state = (await http.get(f"{server.url}/episodes/{two['handle']}")).json()
     assert state["turns"] == 0

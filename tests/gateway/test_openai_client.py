@@ -162,8 +162,8 @@ vendors = pytest.mark.parametrize("vendor", ["openai", "anthropic"])
 async def test_a_client_that_runs_out_of_patience_retries_into_the_same_answer(server: Server, vendor: str) -> None:
     episode = await server.open()
     await server.client(episode).models.list()
-    server.engine.token_s = 0.03
-    answer = await ask_by(vendor, server, episode, max_retries=10, timeout=0.2)()
+    server.engine.token_s = 0.2  # the answer takes more than the client's patience, of which each retry needs a part
+    answer = await ask_by(vendor, server, episode, max_retries=10, timeout=1.0)()
     assert text_of(answer).startswith("You said: What is 12+34?")
     assert len(server.engine.asked) == 1
 
@@ -182,10 +182,10 @@ async def test_keys_open_their_own_episode_only(server: Server) -> None:
             assert (await server.post(f"/episodes/{one['handle']}{path}", {}, headers)).status_code == 401
     for path, body in (("reward", {"reward": 1.0}), ("finish", {})):
         assert (await server.post(f"/episodes/{one['handle']}/{path}", body, key)).status_code == 401, path
-    async with httpx.AsyncClient(headers=key) as agent:
+    async with httpx.AsyncClient(headers=key, timeout=60) as agent:
         assert (await agent.get(f"{server.url}/episodes/{one['handle']}")).status_code == 401
         assert (await agent.get(f"{server.url}/episodes/{one['handle']}/v1/models")).status_code == 200
-    async with httpx.AsyncClient(headers=RUN) as http:
+    async with httpx.AsyncClient(headers=RUN, timeout=60) as http:
         state = (await http.get(f"{server.url}/episodes/{one['handle']}")).json()
     assert (state["turns"], state["tokens_left"]) == (0, 20_000)
 
@@ -216,8 +216,8 @@ async def test_refusals_have_a_status_and_a_cause(server: Server) -> None:
         ("/episodes/nonsense/finish", {}, 404, "not a handle"),
     ]
     for where, body, status, words in cases:
-        content = json.dumps(body)
-        async with httpx.AsyncClient(headers={**RUN, "Content-Type": "application/json"}) as http:
+        content, headers = json.dumps(body), {**RUN, "Content-Type": "application/json"}
+        async with httpx.AsyncClient(headers=headers, timeout=60) as http:
             response = await http.post(server.url + where, content=content)
         assert (response.status_code, words in response.json()["error"]["message"]) == (status, True), response.text
     await server.client(episode).chat.completions.create(model=MODEL, messages=[USER])
