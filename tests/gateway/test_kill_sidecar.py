@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import openai
 import pytest
 from tests.gateway.conftest import TOOLS
 from tests.gateway.talking_engine import tool_result
+from tests.ports import free_port
 
 from penstock.transfer_queue import DataCursor, Limits, RedisServer, RedisTransferQueue, Task, TransferQueueConfig
 
@@ -31,8 +31,7 @@ class Sidecar:
     """A rollout server process on a port of its own, started again under the same name."""
 
     def __init__(self, redis_url: str, model: str, folder: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self._argv = [redis_url, PASSWORD, TOKEN, model, str(folder), str(self.port)]
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -88,7 +87,8 @@ async def test_session_survives_kills_of_its_server(tmp_path: Path, model: str, 
     dice = random.Random(3)
     async with RedisServer(tmp_path / "redis", PASSWORD) as redis:
         queue = await RedisTransferQueue.connect(redis.url, "run", TransferQueueConfig(), PASSWORD)
-        await queue.create_run(Limits(group_size=1, groups_per_step=1, max_staleness=8, lease_ttl_s=60.0), "config: 1")
+        limits = Limits(group_size=1, groups_per_step=1, max_staleness=8, lease_ttl_s=600.0)  # longer than any start
+        await queue.create_run(limits, "config: 1")
         await queue.submit([Task("train/0", "train", [], "sums", "46")], cursor=DataCursor(0, 1))
         sidecar = Sidecar(redis.url, model, tmp_path)
         sidecar.start()
