@@ -143,7 +143,7 @@ BADLY = {
         {"on_failure": "infra_error"}, "infra_error", "agent", "no idea",
     ),
     "dies": ('ask([user("Hi")]); os.kill(os.getpid(), 9)', {}, "policy_error", "", "ended with -9"),
-    "never ends": ('ask([user("Hi")]); time.sleep(600)', {"max_seconds": 4.0}, "truncated", "", "deadline"),
+    "never ends": ('ask([user("Hi")]); time.sleep(600)', {"max_seconds": 15.0}, "truncated", "", "deadline"),
     "never begins": ("time.sleep(600)", {"max_seconds": 2.0}, "infra_error", "agent", "never asked the model; it was"
         " ended by its time limit of 2 s, agent.settings.max_seconds: raise it"),
     "floods its output": (
@@ -191,17 +191,19 @@ async def test_each_bad_end_is_a_typed_outcome_with_its_cause(run, calling_polic
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "cause"),
-    [(2, "2 s, the task's agent.timeout_sec"), (60, "5.4 s, 0.9 of agent.episode_deadline_s")],
+    ("timeout_s", "deadline_s", "cause"),
+    [(10, 300.0, "10 s, the task's agent.timeout_sec"), (600, 12.0, "10.8 s, 0.9 of agent.episode_deadline_s")],
 )
-async def test_a_slow_start_names_the_limit_that_ended_it(run, write_task: WriteTask, timeout_s: int, cause: str):
+async def test_a_slow_start_names_the_limit_that_ended_it(
+    run, write_task: WriteTask, timeout_s: int, deadline_s: float, cause: str
+):
     folder = write_task(toml=f"[agent]\ntimeout_sec = {timeout_s}\n")
     boxes = make_sandbox(HARBOR_BOXES, "tests-slow-start")
     ended = await run(
-        "print('no terminal', file=sys.stderr, flush=True); time.sleep(600)",
+        settings={"command": ["sh", "-c", "echo no terminal >&2; exec sleep 600"]},
         row={"instance_id": folder.name, "harbor_task": str(folder)},
         tool=make_tools([ToolConfig(name="harbor")], boxes)["shell"],
-        config={"episode_deadline_s": 6.0},
+        config={"episode_deadline_s": deadline_s},
     )
     await boxes.close()
     assert ended.outcome.component == "agent", ended.outcome
