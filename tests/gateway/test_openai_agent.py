@@ -143,7 +143,7 @@ async def test_the_deadline_keeps_what_was_answered(run, calling_policy):
         await ask(client, list(task.messages))
         await asyncio.sleep(60)
 
-    config = AgentConfig(episode_deadline_s=2.0, max_response_tokens=1000)
+    config = AgentConfig(episode_deadline_s=10.0, max_response_tokens=1000)
     outcome, trajectory, _ = await run(slow, FakeClient(calling_policy(turns=0)), config=config)
     assert outcome == Outcome(OutcomeKind.TRUNCATED, "deadline")
     assert trajectory.num_turns == 1

@@ -254,9 +254,9 @@ async def test_what_is_no_handle_is_not_found(make_bench, handle):
 async def test_a_silent_episode_goes_back(make_bench):
     bench = await make_bench("A")
     bench.manager = SessionManager(replace(bench.parts, config=_idle(bench.parts.config, 0.05)), 0.06)
-    bench.manager.start()
     episode = await bench.open()
     await say(episode)
+    bench.manager.start()
     async with asyncio.timeout(60):
         while episode.gone is None:
             await asyncio.sleep(0.01)
@@ -270,7 +270,7 @@ async def test_an_episode_over_its_deadline_goes_back_even_while_it_speaks(make_
     bench.manager = SessionManager(bench.parts, 0.06)
     bench.manager.start()
     episode = await bench.open()
-    bench.client._latency_s = 5.0
+    bench.client._latency_s = 600.0
     with pytest.raises(Gone, match="not finished within"):
         await say(episode)
 
@@ -296,7 +296,7 @@ async def test_closing_leaves_the_lease(make_bench):
     bench = await make_bench("A", "B")
     episode = await bench.open()
     first = await say(episode)
-    bench.client._latency_s = 5.0
+    bench.client._latency_s = 600.0
     call = await episode.answer(asked([USER, back(first), MORE]))
     await bench.manager.close()
     with pytest.raises(Gone, match="stops"):
