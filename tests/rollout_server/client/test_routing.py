@@ -45,7 +45,7 @@ async def begin_new(router: Router, count: int = 16, prefix: str = "", tokens: i
     return chosen
 
 
-async def test_new_episodes_go_home_while_home_is_able(queue: RunQueue) -> None:
+async def test_new_episodes_go_home_while_home_is_able(queue: RunQueue, clock: list[float]) -> None:
     register(queue, "a", in_flight_tokens=9000)
     register(queue, "b")
     router = Router(queue, home="http://a")
@@ -58,7 +58,7 @@ async def test_new_episodes_go_home_while_home_is_able(queue: RunQueue) -> None:
     assert [await pick(router, episode) for episode in ("e0", "e2")] == ["b", "a"]
 
 
-async def test_of_two_servers_the_one_with_fewer_tokens_in_flight(queue: RunQueue) -> None:
+async def test_of_two_servers_the_one_with_fewer_tokens_in_flight(queue: RunQueue, clock: list[float]) -> None:
     register(queue, "a", in_flight=1, in_flight_tokens=5000)
     register(queue, "b", in_flight=9, in_flight_tokens=3000)
     router, chosen = Router(queue), ""
@@ -234,7 +234,7 @@ async def test_group_goes_to_one_server_whichever_client_asks(queue: RunQueue, c
         assert len({await pick(router, "", prefix=f"t{number}", tokens=1000) for router in routers}) == 1
 
 
-async def test_large_group_overloads_no_server(queue: RunQueue) -> None:
+async def test_large_group_overloads_no_server(queue: RunQueue, clock: list[float]) -> None:
     register(queue, *(f"s{i}" for i in range(4)))
     chosen = await begin_new(Router(queue, seed=1), 64, "train/1", 1000)
     assert max(chosen.values()) <= BOUNDED_LOAD * 64 / 4 + 1
@@ -271,7 +271,7 @@ async def test_episode_stays_where_it_is_whatever_its_group(queue: RunQueue) -> 
         assert [await pick(router, f"episode at {name}", prefix=prefix) for name in "ab"] == ["a", "b"]
 
 
-async def test_group_keeps_to_home_versions_breakers_and_evaluations(queue: RunQueue) -> None:
+async def test_group_keeps_to_home_versions_breakers_and_evaluations(queue: RunQueue, clock: list[float]) -> None:
     """What keeps a server from an episode keeps it from a group."""
     register(queue, "a", "b", "c")
     first = {f"g{n}": await pick(Router(queue), "", prefix=f"g{n}") for n in range(20)}
