@@ -21,4 +21,4 @@ class PrintingQueue(MemoryTransferQueue):
 
 run = RunContext(PrintingQueue(registry_ttl_s=1e9), "fake", sys.argv[1])
 job = ServerJob("killed", run, RolloutConfig(), Path(sys.argv[2]))
-asyncio.run(serve(job, partial(FakeEngine, token_s=0.02)))
+asyncio.run(serve(job, partial(FakeEngine, token_s=0.1)))

@@ -134,9 +134,12 @@ async def test_last_chunk_of_a_server_that_gave_no_finish_reason_ends_the_stream
 
 
 async def test_update_in_the_middle_shows_in_the_spans(client: RolloutClient, server: RunningServer) -> None:
+    server.engine.token_s = 0.1  # the update comes within the answer
     asking = asyncio.create_task(client.generate(ask([1], 400)))
     await server.until(lambda: server.engine.running == 1)
     server.queue.announce(1)
+    await server.until(lambda: server.engine.version == 1)
+    server.engine.token_s = 0.0
     answer = check(await asking)
     assert [version for version, _, _ in answer.version_spans] == [0, 1]
     assert (answer.continued_over_update, answer.resumed) == (True, 0)
@@ -185,7 +188,7 @@ async def test_answers_of_a_lost_server_go_on_token_exact_at_the_next(
 ) -> None:
     """It stays registered. After SIGSTOP of a whole sidecar its socket stays open, its keep-alives stop."""
     if number == signal.SIGSTOP:
-        monkeypatch.setattr("penstock.rollout_server.client.client.SILENCE_S", 2.0)
+        monkeypatch.setattr("penstock.rollout_server.client.client.SILENCE_S", 15.0)
     with killable_server(tmp_path) as (process, url):
         queue.registered["killed"] = ServerInfo("killed", url, 0)
         asking = await begun(client, [ask([9, i], 400, f"e{i}") for i in range(8)])

@@ -52,11 +52,13 @@ async def test_a_late_joiner_loads_the_newest_weights_before_it_registers(queue:
 
 
 async def test_new_versions_are_pulled_under_a_request_and_reported(server: RunningServer) -> None:
+    server.engine.token_s = 0.1  # the update comes within the answer
     asking = asyncio.create_task(server.post(body(400)))
     await server.until(lambda: server.engine.running == 1)
     server.queue.announce(1)
     server.queue.announce(2)
     await server.until(lambda: server.queue.registered["s0"].version == 2)
+    server.engine.token_s = 0.0
     _, spans, _ = answer_of(await asking)
     assert [span[0] for span in spans] == sorted(span[0] for span in spans)
     assert {span[0] for span in spans} == {0, 2}
@@ -91,13 +93,17 @@ async def test_without_the_queue_it_goes_on_serving(server: RunningServer) -> No
     server.queue.down = True
     await asyncio.sleep(0.4)
     assert (await server.post(body())).status_code == 200
-    assert "down" in (await server.status("/health"))["queue"]
+    await server.status("/health", lambda found: "down" in (found["queue"] or ""))
     server.queue.down = False
     server.queue.announce(1)
     await server.until(lambda: server.queue.registered["s0"].version == 1)
 
 
-async def test_a_dead_engine_is_restarted_with_the_newest_weights(server: RunningServer) -> None:
+async def test_a_dead_engine_is_restarted_with_the_newest_weights(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = asyncio.Event()
+    monkeypatch.setattr("penstock.rollout_server.server.sidecar.restart_after", lambda _s: refused.wait())
     server.queue.announce(1)
     await server.until(lambda: server.queue.registered["s0"].version == 1)
     first = server.engine
@@ -106,6 +112,7 @@ async def test_a_dead_engine_is_restarted_with_the_newest_weights(server: Runnin
     response = await server.post(body())
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
+    refused.set()
     await server.until(lambda: server.queue.registered["s0"].accepting)
     assert server.engine is not first
     assert server.engine.loaded == [1]
@@ -138,7 +145,7 @@ async def test_an_engine_that_can_never_start_is_not_started_again(queue: RunQue
 
 @pytest.mark.parametrize("how", ["route", "cancel"])
 async def test_drain_lets_requests_end_then_the_server(queue: RunQueue, tmp_path: Path, how: str) -> None:
-    async with rollout_server(queue, tmp_path, drain_s=60.0) as server:
+    async with rollout_server(queue, tmp_path, drain_s=60.0, token_s=0.05) as server:
         asking = asyncio.create_task(server.post(body(300)))
         await server.until(lambda: server.engine.running == 1)
         if how == "route":
@@ -147,6 +154,7 @@ async def test_drain_lets_requests_end_then_the_server(queue: RunQueue, tmp_path
             server.task.cancel()
         await server.until(lambda: "s0" not in server.queue.registered)
         assert (await server.post(body())).status_code == 503
+        server.engine.token_s = 0.0
         ids, _, reason = answer_of(await asking)
         assert (len(ids), reason) == (300, "length")
         await asyncio.wait({server.task}, timeout=60)
