@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.rollout_server.conftest import (
@@ -70,7 +72,7 @@ async def test_it_starts_and_serves_in_turns(queue: RunQueue, tmp_path: Path) ->
 
 
 async def test_answers_in_flight_continue_after_the_turn(
-    client: RolloutClient, queue: RunQueue, tmp_path: Path
+    client: RolloutClient, queue: RunQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From their last token, under the weights that the trainer has published meanwhile. Its turn is no time of theirs:
     neither of these, nor of one that begins in it."""
@@ -78,9 +80,13 @@ async def test_answers_in_flight_continue_after_the_turn(
         (answer,) = await begun(client, [ask(CONTEXT, 100)])
         await trainer.take(200)
         await server.until(lambda: server.engine.running == 0)
-        client.timeout_s = 2.0
+        await until(client._router.asleep)
+        client.timeout_s = 60.0
         other = asyncio.create_task(client.generate(ask(CONTEXT, 5)))
-        await asyncio.sleep(4.0)
+        await asyncio.sleep(0.1)
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 300.0)  # more than either of them may take
+        monkeypatch.setattr("penstock.rollout_server.client.client.time", later)
+        await asyncio.sleep(2.0)
         assert not other.done()
         queue.announce(1)
         await trainer.give_back()
