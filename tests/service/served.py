@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from tests.until import until_in_threads
-
-from penstock.common import listen
 
 ROOT, HERE = Path(__file__).parents[2], Path(__file__).parent
 SDK = Path(os.environ.get("PENSTOCK_TINKER", ROOT / ".venv-tinker"))
@@ -59,8 +58,7 @@ class Served:
 @contextmanager
 def serving(folder: Path, model_name: str = NAME, *further: str) -> Iterator[Served]:
     folder.mkdir(exist_ok=True)
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     settings = [f"runs_dir={folder}", "name=service", "trainer.lora.rank=32", "trainer.checkpoint_every=4"]
     settings += ["trainer.max_restarts=1000", *further]
     command = [

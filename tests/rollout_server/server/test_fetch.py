@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.broadcasting import broadcasting
+from tests.ports import free_port
 from tests.rollout_server.conftest import TOKEN, RunQueue, rollout_server, small_config
 
 from penstock.rollout_server import Sidecar
@@ -130,15 +131,13 @@ async def test_engine_that_lost_what_it_received_takes_the_file(queue: RunQueue,
 
 
 async def test_a_trainer_that_is_away_is_waited_for_and_old_weights_serve(queue: RunQueue, tmp_path: Path) -> None:
-    files = FileServer(tmp_path / "published", TOKEN)
-    await files.start()
-    publisher = WeightPublisher(files._directory, "http", base_url=files.url)
-    await files.stop()
+    port = free_port()
+    publisher = WeightPublisher(tmp_path / "published", "http", base_url=f"http://127.0.0.1:{port}")
     async with rollout_server(queue, tmp_path, new_engine=ReadingEngine) as server:
         announce(queue, publisher.write(1, {"w": torch.ones(9)}.items()))
         await server.status("/health", lambda found: "not fetched, version 0 stays" in found["cause"])
         assert (await server.status("/health"))["ok"]
-        again = FileServer(tmp_path / "published", TOKEN, port=int(files.url.rpartition(":")[2]))
+        again = FileServer(tmp_path / "published", TOKEN, port=port)
         await again.start()
         await server.until(lambda: server.engine.version == 1)
         await server.status("/health", lambda found: not found["cause"])
