@@ -49,7 +49,7 @@ def try_out(
     @given(case=operation.as_strategy(generation_mode=mode))
     def conforms(case: Any) -> None:
         prepare(case)
-        case.call_and_validate(headers=headers, excluded_checks=list(excluded))
+        case.call_and_validate(headers=headers, timeout=120, excluded_checks=list(excluded))
 
     try:
         conforms()

@@ -134,8 +134,8 @@ def small_config(**changes: Any) -> RolloutConfig:
         "max_model_len": 512,
         "max_concurrent": 16,
         "kv_cache_tokens": 4096,
-        "start_timeout_s": 120.0,
-        "request_timeout_s": 60.0,
+        "start_timeout_s": 500.0,
+        "request_timeout_s": 200.0,
     }
     return RolloutConfig(**{**settings, **changes})
 

@@ -57,7 +57,7 @@ async def test_each_process_exports_what_it_did(served: Served) -> None:
                 'penstock_run_role_up{process="trainer",run="service"} 1.0',
             ],
         }
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             for name, lines in expected.items():
                 while missing := [line for line in lines if line not in await scraped(http, run, name, token)]:
                     await asyncio.sleep(0.2)

@@ -54,7 +54,7 @@ def try_out(operation: Any, mode: Any) -> None:
     @settings(max_examples=10, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def answers(case: Any) -> None:
-        case.call_and_validate(headers=HEADERS, checks=[not_a_server_error])
+        case.call_and_validate(headers=HEADERS, timeout=120, checks=[not_a_server_error])
 
     try:
         answers()

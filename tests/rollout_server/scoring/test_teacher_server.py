@@ -100,7 +100,7 @@ async def test_a_start_is_refused_with_the_cause(url: str, scorer: TokenScorer) 
 
 
 async def test_routes_need_the_token_and_refuse_what_they_cannot_judge(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url, headers=HEADERS) as client:
+    async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60) as client:
         body = {"prompt": [1, 2, 3], "prompt_logprobs": 0}
         assert (
             await client.post("/v1/completions", json=body, headers={"Authorization": "Bearer no"})
@@ -118,7 +118,7 @@ async def test_an_answer_that_memory_has_no_room_for_is_refused(serve: Callable[
     """32,768 tokens with 1,024 likeliest each took gigabytes as Python objects."""
     scorer = SimpleNamespace(vocabulary=200_000, max_tokens=32_768, score=None)
     url = await serve(build_teacher_app(cast("TokenScorer", scorer), TOKEN, "large"))
-    async with httpx.AsyncClient(base_url=url, headers=HEADERS) as client:
+    async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60) as client:
         body = {"prompt": [1] * 32_768, "prompt_logprobs": 1024}
         refused = await client.post("/v1/completions", json=body)
     assert (refused.status_code, "of 32768 tokens at most 63 in one answer" in refused.text) == (422, True)

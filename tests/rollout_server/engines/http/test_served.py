@@ -64,7 +64,7 @@ def choice(ids: list[int] | None, reason: str | None = None, text: str = "x") ->
 
 
 def engine_at(url: str | None, model: str, folder: Path) -> Any:
-    config = RolloutConfig(engine="served", url=url, max_model_len=256, request_timeout_s=20)
+    config = RolloutConfig(engine="served", url=url, max_model_len=256, request_timeout_s=200)
     return make_engine(config, model, folder, 0)
 
 

@@ -68,7 +68,7 @@ def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def new_server(folder: Path, name: str) -> Profiling:
-    server = Profiling(small_config(start_timeout_s=60), str(folder / "model"), engine_logs(folder, name), 0)
+    server = Profiling(small_config(start_timeout_s=300), str(folder / "model"), engine_logs(folder, name), 0)
     server.device = folder / "device"
     return server
 
@@ -110,7 +110,7 @@ async def test_a_trainer_waits_for_the_engines_of_its_devices(tmp_path: Path, ca
     server = new_server(tmp_path, "rollout-0")
     file = up_file(engine_logs(tmp_path, "rollout-0"))
     with caplog.at_level(logging.INFO):
-        waiting = asyncio.create_task(until_up([file], 60))
+        waiting = asyncio.create_task(until_up([file], 300))
         await asyncio.sleep(0)
         assert not waiting.done()
         await server.start()
