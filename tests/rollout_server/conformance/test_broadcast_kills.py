@@ -85,8 +85,9 @@ async def test_engine_killed_in_mid_bucket_takes_the_file_when_it_is_back(
     held = HeldTrainer(trainer, 3)
     publishing = asyncio.create_task(trainer.publish(version, tensors, members=1))
     await held.reached()
+    victim = max(members(subject.process_group), key=resident_bytes)
     tasks = await subject.under_load(2)  # now, that none is whole before the kill
-    os.kill(max(members(subject.process_group), key=resident_bytes), signal.SIGKILL)
+    os.kill(victim, signal.SIGKILL)
     held.go_on.set()
     manifest = await publishing
     await broken_off(tasks)

@@ -55,8 +55,9 @@ async def test_an_engine_that_hung_continues(subject: Subject, reference: Refere
 @pytest.mark.parametrize("subject", [ENGINES[0], VLLM, deep(SGLANG)], indirect=True)
 async def test_an_engine_killed_by_the_kernel_says_so(subject: Subject, reference: Reference) -> None:
     """The kernel takes the process that has most memory, by SIGKILL."""
+    victim = max(members(subject.process_group), key=resident_bytes)
     tasks = await subject.under_load(3)
-    os.kill(max(members(subject.process_group), key=resident_bytes), signal.SIGKILL)
+    os.kill(victim, signal.SIGKILL)  # at once, that no answer is whole before it
     await broken_off(tasks)
     assert not await subject.engine.healthy()
     assert re.search(r"was killed.*, perhaps by the kernel for want of memory", subject.engine.stderr_tail())

@@ -15,11 +15,15 @@ pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.parametrize
 async def test_answers_end_and_the_weights_survive(subject: Subject, reference: Reference) -> None:
     await subject.hold_first(reference)
     awake = await subject.engine.device_bytes()
-    answers = await subject.under_load(3)
-    async with asyncio.timeout(120):
-        await subject.engine.sleep(1)
-        ended = await asyncio.gather(*answers)
-    assert {answer.finish_reason for answer in ended} == {"abort"}
+    for _ in range(8):  # on a busy machine an answer may be whole before its engine sleeps
+        answers = await subject.under_load(3)
+        async with asyncio.timeout(120):
+            await subject.engine.sleep(1)
+            ended = await asyncio.gather(*answers)
+        if (reasons := {answer.finish_reason for answer in ended}) == {"abort"}:
+            break
+        await subject.engine.wake()
+    assert reasons == {"abort"}
     asleep = await whole(subject.engine, ask(PROMPT, 4))
     assert (asleep.finish_reason, asleep.token_ids) == ("abort", [])
     assert await subject.engine.healthy()
