@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class BroadcastingTrainer:
         token: str = TOKEN,
         full_every: int = 1,
         bucket_bytes: int = 10_000,
-        silence_s: float = 10.0,
+        silence_s: float = 20.0,
         from_gpus: bool = False,
     ) -> None:
         from penstock.weight_sync import WeightFiles, WeightSource
@@ -76,6 +77,12 @@ async def broadcasting(folder: Path, **settings: Any) -> AsyncIterator[Broadcast
         yield trainer
     finally:
         await trainer.files.close()
+
+
+def give_up_soon(membership: Any) -> None:
+    """Its groups, which stand, wait for a member that cannot come for a moment only."""
+    for group in membership.groups.values():
+        group._member = replace(group._member, silence_s=0.5)
 
 
 class HeldTrainer:

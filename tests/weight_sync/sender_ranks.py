@@ -28,7 +28,7 @@ from penstock.weight_sync.broadcast.group import BroadcastGroup
 from penstock.weight_sync.broadcast.senders import OwnGroup
 from penstock.weight_sync.broadcast.shards import Superseded
 
-WAIT = timedelta(seconds=5)
+WAIT = timedelta(seconds=15)
 TENSORS, VALUES = 32, 1 << 18
 BUCKET_BYTES = 1 << 20
 IN_THE_MIDDLE = "in the middle"
@@ -99,7 +99,7 @@ def main() -> None:
         _say("ready")
         sys.stdin.read()
         return
-    silence_s = float(sys.argv[5]) if len(sys.argv) > 5 else 3.0
+    silence_s = float(sys.argv[5]) if len(sys.argv) > 5 else 10.0
     broadcaster = Broadcaster(bucket_bytes=BUCKET_BYTES, silence_s=silence_s)
     sending, offer = asyncio.run(_places(source, broadcaster))
     _say(offer.as_dict())

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.broadcasting import TOKEN, BroadcastingTrainer, HeldTrainer, StagedServer, broadcasting
+from tests.broadcasting import TOKEN, BroadcastingTrainer, HeldTrainer, StagedServer, broadcasting, give_up_soon
 from tests.until import until
 from tests.weight_sync.conftest import altered, next_version, other_checksum, small_tensors
 from tests.weight_sync.processes import BUCKET_BYTES, ReceivingProcess, big, receiving, state
@@ -513,7 +513,8 @@ async def test_version_that_nobody_takes_is_freed_by_the_next(
     for version in (101, 102):
         manifest = await trainer.publish(version, small_tensors(version), members=1)
         assert await server.member.holds(manifest)
-    assert (is_open("memfd:broadcast-101"), is_open("memfd:broadcast-102")) == (False, True)
+    await until(lambda: not is_open("memfd:broadcast-101"))
+    assert is_open("memfd:broadcast-102")
     assert same(dict(server.staged.take(manifest)), small_tensors(102))
     await until(lambda: not is_open("memfd:broadcast-102"))
 
@@ -524,6 +525,7 @@ async def test_broadcast_that_breaks_off_drops_what_came_before_it(
     before = await trainer.publish(1, small_tensors(), members=1)
     assert await server.member.holds(before)
     await until(lambda: trainer.files.broadcaster.parked == 1)
+    give_up_soon(server.staged._membership)
     trainer.files.begin_broadcast(2, trainer.source.tensors)
     await until(lambda: server.member.missed == 1)
     with pytest.raises(WeightsUnreachable, match="does not hold"):

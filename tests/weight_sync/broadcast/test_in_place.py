@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.broadcasting import BroadcastingTrainer, HeldTrainer, InPlaceServer, broadcasting
+from tests.broadcasting import BroadcastingTrainer, HeldTrainer, InPlaceServer, broadcasting, give_up_soon
 from tests.until import until
 from tests.weight_sync.conftest import altered, next_version, other_checksum, small_tensors
 
@@ -125,12 +125,13 @@ async def test_broadcast_that_ends_before_its_first_bucket_costs_nothing(
 
 async def test_group_that_is_never_complete_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with (
-        broadcasting(tmp_path / "published", full_every=9, silence_s=2.0) as trainer,
+        broadcasting(tmp_path / "published", full_every=9) as trainer,
         member_of(trainer, tmp_path / "a") as server,
     ):
         await server.member.holds(await trainer.publish(1, small_tensors(1), members=1))
         server.stands_still = False
         await until(lambda: trainer.files.broadcaster.parked == 1)
+        give_up_soon(server.membership)
         trainer.files.begin_broadcast(2, trainer.source.tensors)
         await until(lambda: server.member.missed == 1)
         assert "version 2: the broadcast ended early: the group in which rank 0 of the trainer sends" in caplog.text

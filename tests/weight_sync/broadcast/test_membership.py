@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.broadcasting import BroadcastingTrainer, HeldTrainer, StagedServer, broadcasting
+from tests.broadcasting import BroadcastingTrainer, HeldTrainer, StagedServer, broadcasting, give_up_soon
 from tests.until import until
 from tests.weight_sync.broadcast.test_broadcast import Killable, Members, same
 from tests.weight_sync.broadcast.test_nccl import BOTH, WIRE, library, loaded
@@ -60,12 +60,6 @@ def formed(monkeypatch: pytest.MonkeyPatch) -> Formed:
 async def trainer(tmp_path: Path) -> AsyncIterator[BroadcastingTrainer]:
     async with broadcasting(tmp_path / "published", full_every=9, silence_s=60.0) as opened:
         yield opened
-
-
-def give_up_soon(trainer: BroadcastingTrainer) -> None:
-    """For a member that cannot come."""
-    for group in trainer.files.broadcaster.membership.groups.values():
-        group._member = replace(group._member, silence_s=0.5)
 
 
 async def leave(members: Members, server: Any, waiting: int) -> None:
@@ -154,7 +148,7 @@ async def test_member_killed_between_versions_costs_one_version_and_a_formation(
         assert formed.by_trainer == 1
         dead = servers.pop()
         await dead.process.kill()
-        give_up_soon(trainer)
+        give_up_soon(trainer.files.broadcaster.membership)
         manifest = await trainer.publish(6, big(6), members=2)
         assert (await servers[0].receive(manifest))["holds"] == state(big(6))
         assert servers[0].inner.by_file == 1
@@ -223,7 +217,7 @@ async def test_worker_without_the_groups_that_stand_says_so_at_once(
     await trainer.publish(1, small_tensors(1), members=1)
     await until(lambda: trainer.files.broadcaster.parked == 1)
     server.staged._membership.leave()
-    give_up_soon(trainer)
+    give_up_soon(trainer.files.broadcaster.membership)
     manifest = await trainer.publish(2, small_tensors(2), members=1)
     assert same(await server.receive(manifest), small_tensors(2))
     assert (server.member.missed, server.by_file) == (1, 1)

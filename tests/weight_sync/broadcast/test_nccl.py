@@ -67,7 +67,7 @@ def loaded(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
 
 @pytest.fixture
 async def trainer(tmp_path: Path) -> AsyncIterator[BroadcastingTrainer]:
-    async with broadcasting(tmp_path / "published", full_every=9, silence_s=5.0) as opened:
+    async with broadcasting(tmp_path / "published", full_every=9, silence_s=20.0) as opened:
         opened.files.broadcaster._wires = frozenset(BOTH)
         yield opened
 
@@ -123,7 +123,7 @@ async def test_group_is_of_the_wire_of_most_servers() -> None:
 async def test_member_lost_in_the_middle_costs_the_others_no_version(tmp_path: Path, how: signal.Signals) -> None:
     """torch's own NCCL groups would end the trainer."""
     async with (
-        broadcasting(tmp_path / "published", full_every=9, bucket_bytes=BUCKET_BYTES, silence_s=3.0) as trainer,
+        broadcasting(tmp_path / "published", full_every=9, bucket_bytes=BUCKET_BYTES, silence_s=10.0) as trainer,
         receiving() as process,
     ):
         trainer.files.broadcaster._wires = frozenset(BOTH)

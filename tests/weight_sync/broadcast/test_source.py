@@ -216,10 +216,10 @@ def test_source_threads_answer_and_end_with_their_trainer(monkeypatch: pytest.Mo
 def test_source_of_a_rank_says_that_the_first_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(globals(), "SILENCE", timedelta(seconds=1))
+    monkeypatch.setitem(globals(), "SILENCE", timedelta(seconds=5))
     ranks = Ranks(2, monkeypatch)
     ranks.wire.groups[0].abort()
-    ranks.answering[0].join(30)
+    ranks.answering[0].join(60)
     assert not ranks.answering[0].is_alive()
     assert "rank 0 of the trainer asks for no more weights: " in caplog.text
 
