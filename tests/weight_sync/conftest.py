@@ -107,7 +107,7 @@ class BroadcastRoute:
         path = self.trainer.place_of_file(manifest)
         if not path.exists():
             assert self.trainer.files._write_on_demand(path.name)
-            self.trainer.files._writing.join(30)
+            self.trainer.files._writing.join(200)
         return path
 
     async def leave(self, server: str) -> None:

@@ -62,7 +62,7 @@ async def receiving() -> AsyncIterator[ReceivingProcess]:
     )
     child = ReceivingProcess(process)
     assert process.stdout is not None
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         assert json.loads(await process.stdout.readline()) == "ready"
     try:
         yield child

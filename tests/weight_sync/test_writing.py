@@ -127,7 +127,7 @@ def test_a_publisher_that_was_replaced_removes_nothing_of_the_next(tmp_path: Pat
 
 def _stop_while_writing(folder: Path, pid: int) -> None:
     """It does nothing more, and has half a file: a kill finds it there, however late it comes."""
-    give_up_at = time.monotonic() + 60
+    give_up_at = time.monotonic() + 200
     while True:
         while not any(size > 1 << 20 for size in _sizes(folder)):
             assert time.monotonic() < give_up_at

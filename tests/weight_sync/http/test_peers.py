@@ -133,4 +133,4 @@ async def test_peers_ask_for_the_token_and_serve_whole_files_only(
 def _stop_files(server: PeerServer) -> None:
     """As if its process had been killed: nobody listens any more, and nobody was told."""
     assert server._files is not None
-    asyncio.run_coroutine_threadsafe(server._files.stop(), server._loop).result(10)
+    asyncio.run_coroutine_threadsafe(server._files.stop(), server._loop).result(60)
