@@ -41,7 +41,8 @@ class Service:
         self._trainer: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self.queue = await RedisTransferQueue.connect(self._url, self._run, TransferQueueConfig(), PASSWORD)
+        config = TransferQueueConfig(registry_ttl_s=600.0)  # a test enters servers once
+        self.queue = await RedisTransferQueue.connect(self._url, self._run, config, PASSWORD)
         self._stack.push_async_callback(self.queue.close)
         self._stack.push_async_callback(self.queue.drop_run)
         await self.queue.create_run(Limits(1, 1, 0), "")
