@@ -66,7 +66,7 @@ class Bench:
         self.says = Says(chat)
         self.client = Remembers(self.says)
         self.queue = MemoryTransferQueue()
-        self.limits = limits or Limits(group_size=2, groups_per_step=1, max_staleness=8, lease_ttl_s=30.0)
+        self.limits = limits or Limits(group_size=2, groups_per_step=1, max_staleness=8, lease_ttl_s=600.0)
         self.parts = GatewayContext(
             "s0", config, self.queue, self.client, chat, detokenizer(chat), "tiny", reward=reward
         )
