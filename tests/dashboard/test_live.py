@@ -84,6 +84,7 @@ async def test_a_run_that_ended(page: httpx.AsyncClient, tmp_path: Path) -> None
 
 
 async def test_many_pages_ask_the_queue_once(queues, run: MemoryTransferQueue, monkeypatch) -> None:
+    monkeypatch.setattr("penstock.dashboard.live.FRESH_S", 1e9)
     status = AsyncMock(wraps=run.status)
     monkeypatch.setattr(run, "status", status)
     pulse = Pulse(queues)

@@ -52,7 +52,7 @@ async def test_a_living_run(runs_dir: Path, open_tab: Callable[..., Any]) -> Non
 
         await tab.press("3")
         await tab.page.wait_for_selector(".row[data-index='59'], .row[data-index='10']")
-        assert await tab.text("#found") == "60 trajectories"
+        await tab.until("() => document.querySelector('#found').textContent === '60 trajectories'")
         await run.step()
         await tab.until("() => document.querySelector('#found').textContent.startsWith('64')")  # it shows what is new
         await tab.press("j", "Enter")
