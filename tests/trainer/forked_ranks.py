@@ -4,19 +4,17 @@ longer than most of what they do."""
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from tests.ports import free_port
 
 
 def fork_ranks(world: int, log: Path, work: Callable[[], None]) -> dict[int, int]:
     """Process number → rank. Each has the environment that torchrun gives, writes what it says into `log`, and ends
     with 1 where `work` raised."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
     ranks = {}
     for rank in range(world):
         pid = os.fork()

@@ -17,7 +17,6 @@ import math
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - each rank would import it
 import two_ranks_traps
 from safetensors.torch import save_file
+from tests.ports import free_port
 from trainer_support import continued, make_trajectory, newest, taught
 
 from penstock.trainer import BadJob, Learner, Ranks, TrainerConfig, make_step_batch
@@ -182,9 +182,7 @@ def become_ranks(count: int) -> bool:
     """Forks `count` ranks with the environment that torchrun gives. True in each of them; False in this process, when
     all have ended. Raises `ChildProcessError` as soon as one fails, and ends the others."""
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a lock held by another thread would stay held for ever"
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1]), "WORLD_SIZE": str(count)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     running: set[int] = set()
     for rank in range(count):
         pid = os.fork()

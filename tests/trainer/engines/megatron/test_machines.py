@@ -7,7 +7,6 @@ Both machines are this one. All cases go through one pair of torchruns: importin
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ torch = pytest.importorskip("torch")
 
 from megatron_runs import HERE, INSTALLED, PYTHON, Case, metrics, on_ranks, with_distinct_norms
 from safetensors.torch import load_file
+from tests.ports import free_port
 from trainer_support import ENVIRONMENT
 
 from penstock.deploy import Rendezvous
@@ -54,9 +54,7 @@ def on_two_machines(folder: Path, cases: Sequence[Case]) -> None:
         case.folder.mkdir(parents=True)
     given = folder / "cases.json"
     given.write_text(json.dumps([case.as_json() for case in cases]))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     environment = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
     halves = []
     for node in range(2):
