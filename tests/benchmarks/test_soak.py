@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.ports import free_port
 
 from benchmarks.soak import WEIGHTS, Memory
 from benchmarks.support.left_behind import left_behind
@@ -23,7 +24,7 @@ from penstock.deploy import RunConnection
 from penstock.transfer_queue import Announcement, Limits, RedisServer
 
 Measure = Callable[..., Awaitable[dict[str, Any]]]
-LISTENS = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+LISTENS = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); print(flush=True); input()"
 
 
 @pytest.mark.deep
@@ -81,10 +82,12 @@ def test_what_a_run_leaves_is_named(tmp_path: Path) -> None:
     (root / "connect.env").touch()
     shared = Path("/dev", "shm", f"penstock-{root.name}-left")
     shared.mkdir()
-    process = subprocess.Popen([sys.executable, "-c", LISTENS], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    port = free_port()
+    command = [sys.executable, "-c", LISTENS, str(port)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        port = int(process.stdout.readline())
+        assert process.stdout.readline()
         started = {process.pid: psutil.Process(process.pid).create_time()}
         left = left_behind(root, started, set(), {port})
         assert [line.partition(":")[0] for line in left] == [

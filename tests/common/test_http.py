@@ -16,6 +16,7 @@ import pytest
 from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry, Gauge
 from pydantic import BaseModel
+from tests.ports import free_port
 
 from penstock.common import (
     HttpError,
@@ -274,10 +275,9 @@ async def test_failed_start_raises_and_frees_the_port() -> None:
         raise RuntimeError("no model")
         yield
 
-    listener = listen("127.0.0.1", 0)
-    port = listener.getsockname()[1]
+    port = free_port()
     with pytest.raises(ServerFailed):
-        await HttpServer(FastAPI(lifespan=broken), listener).start()
+        await HttpServer(FastAPI(lifespan=broken), listen("127.0.0.1", port)).start()
     listen("127.0.0.1", port).close()
 
 
