@@ -92,7 +92,7 @@ class Checkout:
             capture_output=True,
             check=False,
             text=True,
-            timeout=60,
+            timeout=500,
         )
         assert done.returncode == status, done.stderr
         notes = [line.split(" ", 1) for line in self.notes.read_text().splitlines()]
