@@ -78,8 +78,8 @@ def test_lost_rank_is_named_and_all_ranks_end(runs: Path, case: str) -> None:
 def test_call_that_keeps_pythons_lock_is_named_and_not_ended(runs: Path) -> None:
     log = (runs / "locked" / "log").read_text()
     assert {status for status, _ in ended(runs / "locked").values()} == {0}, log
-    (warning,) = [line for line in log.splitlines() if "nothing was heard of it" in line]
-    assert named(runs / "locked", 2) in warning
+    silent = f"{named(runs / 'locked', 2)}: nothing was heard of it"
+    (warning,) = [line for line in log.splitlines() if silent in line]  # a busy machine may have others stand still too
     assert "trainer.collective_timeout_s" in warning
 
 
@@ -102,7 +102,7 @@ def test_silent_rank_of_another_machine_ends_all_after_patience(
 ) -> None:
     mine, _theirs = socket.socketpair()
     heartbeat = Heartbeat(0, [peer_of(mine)], timeout_s=0.2, patience_s=0.5)
-    assert killed.wait(30)
+    assert killed.wait(200)
     heartbeat.close()
     assert re.search(r"rank 1 \(host far, pid 123\): nothing was heard of it", caplog.text)
     assert "all ranks are ended" in caplog.text
