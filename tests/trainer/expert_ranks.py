@@ -119,7 +119,7 @@ def run(everyone: Ranks, folder: Path, name: str, case: Mapping[str, Any]) -> No
         gradients = gradients or {name: whole(one) for name, one in learning.items() if one is not None}
         norms.append([loss, engine.step(adam_settings(config, config.lr), loss).grad_norm])
     weights = {name: whole(one) for name, one in engine.policy.model.named_parameters()}
-    engine.begin_save(store.unfinished(first + case["steps"])).result(timeout=60)
+    engine.begin_save(store.unfinished(first + case["steps"])).result(timeout=300)
     published = {n: t.contiguous() for n, t in engine.weights(torch.float32)}
     if engine.adapter_settings is None:
         check_stream(own, engine, ranks, published)

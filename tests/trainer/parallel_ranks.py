@@ -87,7 +87,7 @@ def check_timeouts(ranks: Ranks) -> None:
 def leave(
     folder: Path, store: CheckpointStore, engine: FSDPEngine, ranks: Ranks, done: int, lines: list[dict[str, Any]]
 ) -> None:
-    engine.begin_save(store.unfinished(done)).result(timeout=60)
+    engine.begin_save(store.unfinished(done)).result(timeout=300)
     weights = {name: tensor.contiguous() for name, tensor in engine.weights(torch.float32)}
     if engine.adapter_settings is None:
         assert (engine.local_shards(torch.bfloat16) is None) == (ranks.layout.tensor > 1)

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file
 from tests.tiny_model import save_tiny_model
+from tests.until import until
 from trainer_support import (
     Crash,
     assert_weights,
@@ -235,9 +236,7 @@ async def test_cancelling_saves_commits_and_the_next_start_goes_on(
 ) -> None:
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
     running = asyncio.create_task(train(job))
-    async with asyncio.timeout(60):
-        while job.run.queue.version < 3:
-            await asyncio.sleep(0.005)
+    await until(lambda: job.run.queue.version >= 3)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -257,7 +256,7 @@ async def test_a_forgotten_announcement_is_said_again(
     monkeypatch.setattr("penstock.trainer.source.REMIND_S", 0.05)
     job = make_job(tmp_path, tiny_model)
     running = asyncio.create_task(train(job))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while job.run.queue.version == 0:
             await asyncio.sleep(0.01)
         job.run.queue.starved = True
@@ -271,10 +270,10 @@ async def test_a_forgotten_announcement_is_said_again(
 
 
 async def test_cancelling_while_no_batch_comes_is_quick(tmp_path: Path, tiny_model: str) -> None:
-    job = make_job(tmp_path, tiny_model)
+    job = make_job(tmp_path, tiny_model, {"batch_timeout_s": 20.0})
     job.run.queue.starved = True
     running = asyncio.create_task(train(job))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(200):
         while await job.run.queue.cursor() == DataCursor():
             await asyncio.sleep(0.01)
         running.cancel()

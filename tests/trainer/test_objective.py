@@ -175,7 +175,7 @@ class ExchangingThread:
 
     def gather_numbers(self, mine: Tensor) -> list[Tensor]:
         self._parts[self.rank] = mine
-        self._both.wait(30)
+        self._both.wait(60)
         return [self._parts[0], self._parts[1]]
 
 

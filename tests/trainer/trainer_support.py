@@ -248,7 +248,7 @@ def make_job(
     """A job of ten rows; `config`, `data` and `rollout` are settings of these sections. `archives`: what it trains."""
     archive = archive_in(folder) if changes.pop("archives", False) else None
     limits = Limits(group_size=4, groups_per_step=2, max_staleness=changes.pop("max_staleness", 1))
-    settings = {"steps": 6, "lr": 1e-3, "eps": 1e-4, "checkpoint_every": 2, "batch_timeout_s": 20.0, **(config or {})}
+    settings = {"steps": 6, "lr": 1e-3, "eps": 1e-4, "checkpoint_every": 2, "batch_timeout_s": 200.0, **(config or {})}
     values: dict[str, Any] = {
         "run": RunContext(queue or ProducingQueue(limits, archive=archive), model, token),
         "config": TrainerConfig(**settings),
@@ -398,7 +398,7 @@ def train_one(engine: Any, ranks: Any, step: int) -> dict[str, Any]:
 
 def save(engine: Any, ranks: Any, store: Any, step: int, cursor: DataCursor = DataCursor()) -> Path:
     """A whole checkpoint of the engine."""
-    engine.begin_save(store.unfinished(step)).result(timeout=60)
+    engine.begin_save(store.unfinished(step)).result(timeout=300)
     path: Path = store.seal(step, cursor, ranks.world, BATCHES).path
     return path
 

@@ -21,7 +21,7 @@ from penstock.trainer.ranks.layout import RankLayout
 from penstock.transfer_queue import Batch, Segment, Trajectory
 
 pytestmark = pytest.mark.torch
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @dataclass

@@ -62,13 +62,13 @@ class MiddleOfAnUpdate:
             self.packs[number] += 1
             if number == self._number and self.packs[number] == 2:
                 self._reached.set()
-                assert self._go_on.wait(60)
+                assert self._go_on.wait(200)
             return loss(pack, outputs)
 
         return FSDP_UPDATE(engine, packs, watched if step == 3 else loss, divisor, step)
 
     async def cancel_there(self, running: asyncio.Task[None]) -> None:
-        assert await asyncio.to_thread(self._reached.wait, 60)
+        assert await asyncio.to_thread(self._reached.wait, 200)
         running.cancel()
         for _ in range(20):  # lets the event loop deliver the cancellation before the update continues
             await asyncio.sleep(0)

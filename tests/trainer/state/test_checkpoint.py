@@ -92,7 +92,7 @@ def test_what_is_saved_is_the_state_at_the_call(store: CheckpointStore, tiny_mod
     before = train_one(engine, ranks, 0)
     writing = engine.begin_save(store.unfinished(1))
     train_one(engine, ranks, 1)
-    writing.result(timeout=60)
+    writing.result(timeout=300)
     store.seal(1, DataCursor(), 1, {})
     other = FSDPEngine(tiny_model, CONFIG, ranks)
     other.load(store.unfinished(1).with_suffix(""), ranks.world)
@@ -139,7 +139,7 @@ def test_a_file_that_is_not_as_its_writer_left_it_is_not_sealed(
     damage: str, store: CheckpointStore, tiny_model: str, ranks: Ranks
 ) -> None:
     engine = FSDPEngine(tiny_model, CONFIG, ranks)
-    engine.begin_save(store.unfinished(1)).result(timeout=60)
+    engine.begin_save(store.unfinished(1)).result(timeout=300)
     file = store.unfinished(1) / "__0_0.distcp"
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-1])

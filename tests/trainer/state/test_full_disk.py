@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.small_disk import small_disk
 from tests.trainer.trainer_support import make_job, make_segment
+from tests.until import until
 
 pytest.importorskip("torch")
 
@@ -57,9 +58,7 @@ async def test_a_last_checkpoint_that_fails_is_not_a_stop_on_request(
 ) -> None:
     job = make_job(tmp_path, tiny_model, {"checkpoint_every": 100})
     running = asyncio.create_task(train(job))
-    async with asyncio.timeout(60):
-        while job.run.queue.version < 3:
-            await asyncio.sleep(0.005)
+    await until(lambda: job.run.queue.version >= 3)
     running.cancel()
     with pytest.raises(NotSaved) as refused:
         await running
@@ -86,9 +85,7 @@ async def test_a_last_checkpoint_of_fine_tuning_that_fails_is_not_a_stop_on_requ
 ) -> None:
     job = sft_job(tmp_path, tiny_model, steps=100000, checkpoint_every=100000)
     running, metrics = asyncio.create_task(fine_tune(job)), job.run_dir / "metrics.jsonl"
-    async with asyncio.timeout(60):
-        while not metrics.exists() or not metrics.read_text():
-            await asyncio.sleep(0.005)
+    await until(lambda: metrics.exists() and bool(metrics.read_text()))
     running.cancel()
     with pytest.raises(NotSaved) as refused:
         await running

@@ -220,7 +220,7 @@ def test_a_checkpoint_restores_weights_and_moments(tmp_path: Path, ranks: Ranks,
         assert not engine.update([pack], lambda pack, outputs: -outputs.logprobs.sum(), 100.0, 0).skipped
 
     step(first)
-    first.begin_save(store.unfinished(1)).result(timeout=60)
+    first.begin_save(store.unfinished(1)).result(timeout=300)
     store.seal(1, DataCursor(), ranks.world, {})
     info = newest(store)
     second.load(info.path, info.ranks)

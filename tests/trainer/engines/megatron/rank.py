@@ -99,7 +99,7 @@ def first_steps(folder: Path, model: str, settings: dict[str, Any]) -> None:
         writing = engine.begin_save(store.unfinished(FIRST_STEPS))
         # The checkpoint has the state at the call, whatever comes after.
         train_one(engine, ranks, FIRST_STEPS)
-        writing.result(timeout=60)
+        writing.result(timeout=300)
         if ranks.is_rank0:
             store.seal(FIRST_STEPS, DataCursor(), ranks.world, {})
         keep(folder / "trained.safetensors", engine, ranks)
