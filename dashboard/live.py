@@ -80,7 +80,8 @@ def rollout_idle(files: RunFiles, rows: Sequence[Mapping[str, Any]], status: Map
 
 
 FRESH_S = 0.5
-DEADLINE_S = 5.0
+DEADLINE_S = 20.0
+"""Redis on a busy disk may take ten seconds to answer. The page itself waits half a minute."""
 
 
 class LiveQueues(Protocol):
