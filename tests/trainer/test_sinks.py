@@ -55,8 +55,10 @@ RECORD: dict[str, Any] = {
 
 @pytest.fixture
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run's folder. Sinks get 200 s to close: their libraries are slow on a busy machine."""
+    """A run's folder. Sinks get 200 s to start and to close: their libraries are slow on a busy machine."""
     monkeypatch.setattr("penstock.trainer.sinks.async_sink.CLOSE_S", 200.0)
+    monkeypatch.setattr("penstock.trainer.sinks.wandb.START_TIMEOUT_S", 200.0)
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "200")
     folder = tmp_path / "calculator-7"
     folder.mkdir()
     return folder
