@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from tests.until import until
@@ -14,6 +15,8 @@ from penstock.agent_loops import BLOCKING, AgentConfig, AgentLoopBase, Worker, W
 from penstock.testing import FakeClient
 from penstock.tools.parsers import ToolCall
 from penstock.transfer_queue import RunContext, ServerInfo
+
+SOURCE = Path(__file__).parents[2] / "src"
 
 
 @pytest.fixture
@@ -215,7 +218,7 @@ async def test_an_episode_that_a_full_queue_refuses_is_handed_back(worker_of, qu
 
 def test_importing_the_worker_imports_no_torch():
     code = "import sys, penstock.agent_loops.worker; assert not {'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(SOURCE)}, timeout=60)
 
 
 async def test_worker_adapts_concurrency_to_refusals(worker_of, queue_of, tasks_of, calling_policy, monkeypatch):
