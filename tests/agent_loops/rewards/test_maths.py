@@ -15,9 +15,15 @@ from penstock.agent_loops import InfraFailure
 from penstock.agent_loops.rewards import Answer, Maths
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grader that is short of processor time is waited for: loading the library takes seconds of it."""
+    monkeypatch.setattr("penstock.agent_loops.rewards.maths.WALL_DEADLINE_S", 500.0)
+
+
 @pytest.fixture
 async def maths():
-    reward = Maths(processes=1, cpu_s=1)
+    reward = Maths(processes=1)
     yield reward
     await reward.close()
 
@@ -58,10 +64,12 @@ async def test_equal_and_unequal_answers(maths: Maths) -> None:
     assert (await maths.score(answer("I do not know", "7")))["unreadable"] == 1.0
 
 
-async def test_maths_too_costly_answer_is_wrong(maths: Maths) -> None:
+async def test_maths_too_costly_answer_is_wrong() -> None:
+    maths = Maths(processes=1, cpu_s=1)
     found = await maths.score(answer(r"\boxed{9^{9^{9^{9}}} + 1}", "7"))
     assert (found["score"], found["too_costly"]) == (0.0, 1.0)
     assert (await maths.score(answer(r"\boxed{7}", "7")))["score"] == 1.0
+    await maths.close()
 
 
 async def test_cpu_time_ends_a_grader_and_is_the_answers_fault(maths: Maths) -> None:
@@ -81,10 +89,10 @@ async def test_maths_dead_or_late_grader_is_no_zero(maths: Maths, monkeypatch: p
     assert (await maths.score(answer("7", "7")))["score"] == 1.0
     stopped = pids(maths)[0]
     os.kill(stopped, signal.SIGSTOP)
-    monkeypatch.setattr("penstock.agent_loops.rewards.maths.WALL_DEADLINE_S", 0.2)
-    with pytest.raises(TimeoutError):
-        await maths.score(answer("7", "7"))
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.agent_loops.rewards.maths.WALL_DEADLINE_S", 0.2)
+        with pytest.raises(TimeoutError):
+            await maths.score(answer("7", "7"))
     assert (await maths.score(answer("7", "7")))["score"] == 1.0
     assert pids(maths) != [stopped]
 
