@@ -118,7 +118,7 @@ async def test_an_answer_cannot_close_its_mark(judge, endpoint: Endpoint, tasks_
 
 
 async def test_limits_of_the_service_are_those_of_the_settings(judge, endpoint: Endpoint, tasks_of) -> None:
-    endpoint.delay_s = 0.02
+    endpoint.delay_s = 0.2
     (task,) = tasks_of()
     reward = judge(concurrency=2)
     await asyncio.gather(*(reward.score(task, f"answer {n}", {}) for n in range(6)))

@@ -53,8 +53,8 @@ ASSERTIONS = {
 }
 
 
-async def score(sandbox: Sandbox, code: str, cases: Any, **settings: Any) -> dict[str, float]:
-    found = await Programs(sandbox, **settings).score(Answer("taco", python(code), cases))
+async def score(sandbox: Sandbox, code: str, cases: Any, timeout_s: float = 60.0, **settings: Any) -> dict[str, float]:
+    found = await Programs(sandbox, timeout_s=timeout_s, **settings).score(Answer("taco", python(code), cases))
     assert isinstance(found, dict)
     return found
 
