@@ -40,7 +40,7 @@ async def test_helpers_work_side_by_side(run_loop, saying):
             nonlocal at_once, most
             at_once += 1
             most = max(most, at_once)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
             at_once -= 1
             return await super().generate(request)
 
