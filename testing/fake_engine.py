@@ -61,6 +61,8 @@ class FakeEngine:
         self.running = 0
         self.asked = 0
         """Requests so far."""
+        self.sampled = 0
+        """Tokens so far."""
         self.loaded: list[int] = []
         """Versions that were loaded, in order."""
         self.sleeps: list[int] = []
@@ -110,6 +112,7 @@ class FakeEngine:
                 rows = [fake_experts(context[n], self.version) for n in range(routed, len(context))]
                 routed = max(routed, len(context))
                 context.append(token)
+                self.sampled += 1
                 last = position + 1 == sampling.max_new_tokens
                 reason: FinishReason | None = "length" if last else None
                 reason = "stop" if token in sampling.stop_token_ids else reason

@@ -136,7 +136,7 @@ async def test_last_chunk_of_a_server_that_gave_no_finish_reason_ends_the_stream
 async def test_update_in_the_middle_shows_in_the_spans(client: RolloutClient, server: RunningServer) -> None:
     server.engine.token_s = 0.1  # the update comes within the answer
     asking = asyncio.create_task(client.generate(ask([1], 400)))
-    await server.until(lambda: server.engine.running == 1)
+    await server.until(lambda: server.engine.sampled > 0)
     server.queue.announce(1)
     await server.until(lambda: server.engine.version == 1)
     server.engine.token_s = 0.0

@@ -54,7 +54,7 @@ async def test_a_late_joiner_loads_the_newest_weights_before_it_registers(queue:
 async def test_new_versions_are_pulled_under_a_request_and_reported(server: RunningServer) -> None:
     server.engine.token_s = 0.1  # the update comes within the answer
     asking = asyncio.create_task(server.post(body(400)))
-    await server.until(lambda: server.engine.running == 1)
+    await server.until(lambda: server.engine.sampled > 0)
     server.queue.announce(1)
     server.queue.announce(2)
     await server.until(lambda: server.queue.registered["s0"].version == 2)
